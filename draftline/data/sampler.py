@@ -1,0 +1,151 @@
+"""Which conversations make up which row, and which rows make up which optimiser step.
+
+Every pass over the data has its own seeded order. The conversations are taken in that order and put into the open row
+until the next one does not fit; a conversation longer than a row gets a row of its own. `rows_per_step` consecutive
+rows are one optimiser step, across the border between two passes if need be; only the last step of a run may be short.
+
+There is no state but the sequence number: the plan of row n is computed from the seed and n, so a resumed run, or a
+second process, sees exactly the rows of the uninterrupted one. Cost: one permutation and one cumulative sum per pass.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftline.errors import DataError
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """What one packed row will hold, before anything has been read or computed.
+
+    The fields are those of `PackedBatch`, see there.
+    """
+
+    sequence_number: int
+    step: int
+    last_of_step: bool
+    epoch: int
+    sample_ids: tuple[int, ...]
+
+
+class Sampler:
+    """The rows of a whole training run, in order.
+
+    Arguments:
+        sample_ids: the conversations to train on, as positions in the prepared data set.
+        lengths: tokens of each of them.
+        tokens_per_row: most tokens of a row that holds more than one conversation.
+        rows_per_step: rows per optimiser step.
+        epochs: passes over the data, if `max_steps` is none.
+        max_steps: number of optimiser steps, whatever `epochs` says.
+        seed: determines the order of every pass.
+
+    Raises:
+        DataError: there is no conversation, or one has no token.
+    """
+
+    def __init__(
+        self,
+        *,
+        sample_ids: Sequence[int] | IntArray,
+        lengths: Sequence[int] | IntArray,
+        tokens_per_row: int,
+        rows_per_step: int,
+        epochs: int,
+        max_steps: int | None,
+        seed: int,
+    ) -> None:
+        self._sample_ids = np.asarray(sample_ids, dtype=np.int64)
+        self._lengths = np.asarray(lengths, dtype=np.int64)
+        self._tokens_per_row = tokens_per_row
+        self._rows_per_step = rows_per_step
+        self._seed = seed
+        self._cached_epoch: tuple[int, list[tuple[int, ...]]] | None = None
+        _check_lengths(self._sample_ids, self._lengths)
+        self._first_rows = [0]
+        wanted = None if max_steps is None else max_steps * rows_per_step
+        while (len(self._first_rows) <= epochs) if wanted is None else (self._first_rows[-1] < wanted):
+            epoch = len(self._first_rows) - 1
+            self._first_rows.append(self._first_rows[-1] + len(self._rows_of_epoch(epoch)))
+        self.total_rows = self._first_rows[-1] if wanted is None else wanted
+        self.total_steps = -(-self.total_rows // rows_per_step)
+
+    def first_row(self, step: int) -> int:
+        """Sequence number of the first row of an optimiser step."""
+        return step * self._rows_per_step
+
+    def plan(self, sequence_number: int) -> RowPlan:
+        """The row at one place of the order."""
+        if not 0 <= sequence_number < self.total_rows:
+            raise IndexError(f"row {sequence_number} of a run of {self.total_rows} rows")
+        epoch = bisect_right(self._first_rows, sequence_number) - 1
+        step, place = divmod(sequence_number, self._rows_per_step)
+        return RowPlan(
+            sequence_number=sequence_number,
+            step=step,
+            last_of_step=place == self._rows_per_step - 1 or sequence_number == self.total_rows - 1,
+            epoch=epoch,
+            sample_ids=self._rows_of_epoch(epoch)[sequence_number - self._first_rows[epoch]],
+        )
+
+    def plans(self, first: int = 0) -> Iterator[RowPlan]:
+        """All rows from one place of the order to the end."""
+        return (self.plan(number) for number in range(first, self.total_rows))
+
+    def _rows_of_epoch(self, epoch: int) -> list[tuple[int, ...]]:
+        if self._cached_epoch is None or self._cached_epoch[0] != epoch:
+            order = np.random.default_rng([self._seed % 2**63, epoch]).permutation(len(self._lengths))
+            rows = fill_rows(self._sample_ids[order], self._lengths[order], self._tokens_per_row)
+            self._cached_epoch = (epoch, rows)
+        return self._cached_epoch[1]
+
+
+def fill_rows(sample_ids: IntArray, lengths: IntArray, tokens_per_row: int) -> list[tuple[int, ...]]:
+    """Cut a sequence of conversations into consecutive rows of at most `tokens_per_row` tokens."""
+    ends = np.cumsum(lengths)
+    rows: list[tuple[int, ...]] = []
+    start = 0
+    while start < len(lengths):
+        used = int(ends[start - 1]) if start else 0
+        stop = max(start + 1, int(np.searchsorted(ends, used + tokens_per_row, side="right")))
+        rows.append(tuple(sample_ids[start:stop].tolist()))
+        start = stop
+    return rows
+
+
+def heldout_rows(sample_ids: IntArray, lengths: IntArray, tokens_per_row: int) -> list[RowPlan]:
+    """Rows of a held-out set: in the given order, one pass, each row complete in itself."""
+    rows = fill_rows(sample_ids, lengths, tokens_per_row)
+    return [
+        RowPlan(sequence_number=number, step=number, last_of_step=True, epoch=0, sample_ids=row)
+        for number, row in enumerate(rows)
+    ]
+
+
+def split_heldout(count: int, fraction: float) -> tuple[IntArray, IntArray]:
+    """Divide `count` conversations into those to train on and those held out, both in ascending order.
+
+    The choice depends on nothing but the two arguments, so runs with different seeds share their held-out set. At
+    least one is held out if `fraction` is above 0, and at least one is left to train on.
+    """
+    wanted = min(max(round(count * fraction), 1), count - 1) if fraction > 0 else 0
+    order = np.random.default_rng(count).permutation(count)
+    return np.sort(order[wanted:]), np.sort(order[:wanted])
+
+
+def _check_lengths(sample_ids: IntArray, lengths: IntArray) -> None:
+    if sample_ids.shape != lengths.shape:
+        raise ValueError(f"{len(sample_ids)} sample ids for {len(lengths)} lengths")
+    if not len(lengths):
+        raise DataError("the training data holds no conversation: prepare a file with at least one answer")
+    if lengths.min() < 1:
+        empty = int(sample_ids[int(lengths.argmin())])
+        raise DataError(f"conversation {empty} of the training data has no token: prepare the data again")

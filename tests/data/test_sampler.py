@@ -1,0 +1,119 @@
+"""The order of rows, against a packing written as a plain loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftline.data.sampler import Sampler, fill_rows, heldout_rows, split_heldout
+from draftline.errors import DataError
+
+
+def make_sampler(
+    lengths: list[int],
+    *,
+    tokens_per_row: int = 10,
+    rows_per_step: int = 2,
+    epochs: int = 3,
+    max_steps: int | None = None,
+    seed: int = 0,
+) -> Sampler:
+    return Sampler(
+        sample_ids=list(range(100, 100 + len(lengths))),
+        lengths=lengths,
+        tokens_per_row=tokens_per_row,
+        rows_per_step=rows_per_step,
+        epochs=epochs,
+        max_steps=max_steps,
+        seed=seed,
+    )
+
+
+def naive_rows(lengths: list[int], limit: int) -> list[tuple[int, ...]]:
+    rows: list[list[int]] = []
+    room = 0
+    for index, length in enumerate(lengths):
+        if not rows or length > room:
+            rows.append([])
+            room = limit
+        rows[-1].append(index)
+        room -= length
+    return [tuple(row) for row in rows]
+
+
+@given(st.lists(st.integers(1, 15), min_size=1, max_size=40), st.integers(2, 12))
+def test_rows_are_filled_as_by_a_plain_loop(lengths: list[int], limit: int) -> None:
+    assert fill_rows(np.arange(len(lengths)), np.array(lengths), limit) == naive_rows(lengths, limit)
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 15), min_size=1, max_size=20),
+    rows_per_step=st.integers(1, 4),
+    epochs=st.integers(1, 4),
+    seed=st.integers(-3, 3),
+)
+def test_every_pass_holds_every_conversation_once(
+    lengths: list[int], rows_per_step: int, epochs: int, seed: int
+) -> None:
+    sampler = make_sampler(lengths, rows_per_step=rows_per_step, epochs=epochs, seed=seed)
+    plans = list(sampler.plans())
+    for epoch in range(epochs):
+        seen = [i for plan in plans if plan.epoch == epoch for i in plan.sample_ids]
+        assert sorted(seen) == list(range(100, 100 + len(lengths)))
+    assert [plan.sequence_number for plan in plans] == list(range(sampler.total_rows))
+    assert [plan.step for plan in plans] == [n // rows_per_step for n in range(len(plans))]
+    assert sum(plan.last_of_step for plan in plans) == sampler.total_steps == plans[-1].step + 1
+
+
+def test_a_row_never_exceeds_the_limit_unless_it_holds_one_conversation() -> None:
+    lengths = [3, 30, 4, 4, 4, 10, 1]
+    for plan in make_sampler(lengths).plans():
+        tokens = sum(lengths[i - 100] for i in plan.sample_ids)
+        assert tokens <= 10 or len(plan.sample_ids) == 1
+
+
+def test_plan_of_a_row_is_the_same_whether_or_not_earlier_rows_were_asked_for() -> None:
+    whole = list(make_sampler([3, 5, 2, 9, 7, 4]).plans())
+    for number in reversed(range(len(whole))):
+        assert make_sampler([3, 5, 2, 9, 7, 4]).plan(number) == whole[number]
+    assert list(make_sampler([3, 5, 2, 9, 7, 4]).plans(first=4)) == whole[4:]
+
+
+def test_passes_differ_in_order_and_seeds_differ() -> None:
+    lengths = [1] * 50
+    first, second = make_sampler(lengths, tokens_per_row=50, epochs=2).plans()
+    other = make_sampler(lengths, tokens_per_row=50, epochs=2, seed=1).plan(0)
+    assert len({first.sample_ids, second.sample_ids, other.sample_ids}) == 3
+
+
+@pytest.mark.parametrize("max_steps", [1, 2, 3, 50])
+def test_max_steps_overrides_epochs_in_both_directions(max_steps: int) -> None:
+    sampler = make_sampler([5, 5, 5], rows_per_step=2, epochs=1, max_steps=max_steps)
+    assert sampler.total_steps == max_steps
+    assert sampler.total_rows == 2 * max_steps
+    assert sampler.first_row(max_steps) == sampler.total_rows
+
+
+def test_unusable_lengths_are_named() -> None:
+    with pytest.raises(DataError, match="no conversation"):
+        make_sampler([])
+    with pytest.raises(DataError, match="conversation 101"):
+        make_sampler([3, 0])
+
+
+def test_heldout_split_is_disjoint_complete_and_not_empty() -> None:
+    for count, fraction in [(1, 0.5), (2, 0.01), (10, 0.25), (100, 0.99), (7, 0.0)]:
+        train, heldout = split_heldout(count, fraction)
+        assert sorted([*train, *heldout]) == list(range(count))
+        assert len(train) >= 1
+        assert len(heldout) >= (1 if fraction and count > 1 else 0)
+    assert len(split_heldout(100, 0.25)[1]) == 25
+
+
+def test_heldout_rows_keep_their_order() -> None:
+    plans = heldout_rows(np.array([7, 8, 9]), np.array([4, 7, 3]), 10)
+    assert [plan.sample_ids for plan in plans] == [(7,), (8, 9)]
+    assert all(plan.last_of_step for plan in plans)
