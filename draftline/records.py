@@ -242,8 +242,45 @@ class StepMetrics:
     @staticmethod
     def zero(block_size: int) -> StepMetrics:
         """The neutral element of addition."""
-        tables = [torch.zeros(block_size, dtype=torch.float64) for _ in range(5)]
-        return StepMetrics(0.0, 0.0, *tables, streak_sum=0.0, blocks=0, tokens=0)
+        nothing_AP = torch.zeros(0, block_size, dtype=torch.bool)
+        return StepMetrics.of_blocks(
+            correct_target_AP=nothing_AP,
+            correct_data_AP=nothing_AP,
+            supervised_AP=nothing_AP,
+            loss_sum=0.0,
+            weight_sum=0.0,
+            tokens=0,
+        )
+
+    @staticmethod
+    def of_blocks(
+        *,
+        correct_target_AP: Tensor,
+        correct_data_AP: Tensor,
+        supervised_AP: Tensor,
+        loss_sum: float,
+        weight_sum: float,
+        tokens: int,
+    ) -> StepMetrics:
+        """Count the outcome of blocks: three [A, P] bool tables, of which only supervised slots matter."""
+        right_AP = correct_target_AP & supervised_AP
+        first = _first_predicting_slot(supervised_AP)
+        run_AP = torch.zeros_like(right_AP)
+        run_AP[:, first:] = right_AP[:, first:].cumprod(dim=1).bool()
+        reached_AP = supervised_AP.clone()
+        reached_AP[:, first + 1 :] &= run_AP[:, first:-1]
+        return StepMetrics(
+            loss_sum=loss_sum,
+            weight_sum=weight_sum,
+            slots_P=_count(supervised_AP),
+            correct_target_P=_count(right_AP),
+            correct_data_P=_count(correct_data_AP & supervised_AP),
+            run_correct_P=_count(run_AP),
+            run_slots_P=_count(reached_AP),
+            streak_sum=float(run_AP.sum().item()),
+            blocks=int(supervised_AP.any(dim=1).sum().item()),
+            tokens=tokens,
+        )
 
     @staticmethod
     def total(parts: Iterable[StepMetrics], block_size: int) -> StepMetrics:
@@ -279,6 +316,15 @@ class StepMetrics:
     def conditional_accuracy_by_position(self) -> list[float]:
         """Accuracy of each slot given that all earlier slots of its block are right."""
         return _ratios(self.run_correct_P, self.run_slots_P)
+
+
+def _first_predicting_slot(supervised_AP: Tensor) -> int:
+    """0 if the anchor predicts too, else 1: supervised slots always begin at the first slot that predicts."""
+    return 0 if supervised_AP[:, 0].any() else 1
+
+
+def _count(table_AP: Tensor) -> Tensor:
+    return table_AP.sum(dim=0).to(torch.float64).cpu()
 
 
 def _ratio(numerator: float, denominator: float) -> float:
