@@ -7,6 +7,7 @@ is the embedding. Nothing outside this file adds or subtracts that one.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from draftline.errors import ConfigError, TargetError
@@ -85,4 +86,4 @@ def _spread(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def _usable(ids: tuple[int, ...], num_layers: int) -> bool:
-    return all(0 <= layer <= num_layers - 2 for layer in ids) and all(a < b for a, b in zip(ids, ids[1:], strict=False))
+    return all(0 <= layer <= num_layers - 2 for layer in ids) and all(a < b for a, b in itertools.pairwise(ids))

