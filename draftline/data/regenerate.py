@@ -1,0 +1,265 @@
+"""The target answers the prompts itself, in process.
+
+A drafter is trained to predict what the target would say, so the answers in the data should be the target's own. They
+are generated greedily in batches of similar length, padded on the left; a row leaves the batch as soon as it ends, is
+stored at once, and no longer costs anything. Each turn of a conversation is answered given the answers before it,
+never given the history that the file had.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftline.data.answers import Answer, AnswerStore, answer_key
+from draftline.data.conversations import Conversation, Message
+from draftline.data.parse_answer import parse_answer
+
+Progress = Callable[[int, int], None]
+"""Called with answered turns and all turns."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How the target answers; greedy always.
+
+    Attributes:
+        max_new_tokens: longest answer, tokens; an answer that reaches it is kept as cut (`finish_reason: length`).
+        batch_size: answers in flight; determines speed and memory only.
+        template_options: keyword arguments of the chat template for all rows; a row's own come on top.
+    """
+
+    max_new_tokens: int = 1024
+    batch_size: int = 16
+    template_options: dict[str, Any] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, Any]:
+        """The part that can change an answer. Template options act through the prompt ids."""
+        return {"max_new_tokens": self.max_new_tokens, "temperature": 0}
+
+
+def answer_slots(conversation: Conversation) -> list[tuple[Message, ...]]:
+    """What is said before each answer: the turns of others, split where the assistant is to speak.
+
+    A conversation without any assistant turn (prompts only) is answered after each user turn.
+    """
+    slots: list[tuple[Message, ...]] = []
+    waiting: list[Message] = []
+    prompts_only = all(message.role != "assistant" for message in conversation.messages)
+    for message in conversation.messages:
+        if message.role == "assistant":
+            if waiting:
+                slots.append(tuple(waiting))
+            waiting = []
+        else:
+            waiting.append(message)
+            if prompts_only and message.role == "user":
+                slots.append(tuple(waiting))
+                waiting = []
+    if waiting and waiting[-1].role in ("user", "tool"):
+        slots.append(tuple(waiting))
+    return slots
+
+
+class Dialogue:
+    """A conversation on its way: the history regenerated so far, and what is still to be answered.
+
+    It ends early after a cut answer, because no serving engine would go on from one, and before a tool result when
+    the answer made no call that the result could belong to.
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._slots = answer_slots(conversation)
+        self._history: list[Message] = []
+        self._answered = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to answer."""
+        if self._answered == len(self._slots):
+            return True
+        last = self._history[-1] if self._history else None
+        if last is None:
+            return False
+        return last.finish_reason == "length" or (self._slots[self._answered][0].role == "tool" and not last.tool_calls)
+
+    @property
+    def remaining(self) -> int:
+        """Turns still to be answered at most."""
+        return 0 if self.done else len(self._slots) - self._answered
+
+    def prompt(self) -> Conversation:
+        """The history up to the next answer."""
+        return self._conversation.model_copy(
+            update={"messages": (*self._history, *self._slots[self._answered])},
+        )
+
+    def add(self, answer: Answer) -> None:
+        """Take the next answer into the history."""
+        self._history += [*self._slots[self._answered], answer.as_message()]
+        self._answered += 1
+
+    def result(self) -> Conversation:
+        """The regenerated conversation, up to its last answer."""
+        return self._conversation.model_copy(update={"messages": tuple(self._history)})
+
+
+def generate_answers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Sequence[Conversation],
+    store: AnswerStore,
+    settings: GenerationSettings,
+    progress: Progress | None = None,
+) -> list[Conversation]:
+    """Answer every conversation with `model`, and return them in the order given.
+
+    Answers that the store has are taken from it. Costs one prefill and at most `max_new_tokens` forwards a batch.
+    """
+    fingerprint = weights_fingerprint(model)
+    stop_ids = stop_token_ids(model, tokenizer)
+    dialogues = [Dialogue(conversation) for conversation in conversations]
+    total = sum(dialogue.remaining for dialogue in dialogues)
+
+    def report() -> None:
+        if progress is not None:
+            progress(total - sum(dialogue.remaining for dialogue in dialogues), total)
+
+    while any(not dialogue.done for dialogue in dialogues):
+        waiting: list[tuple[list[int], str, Dialogue]] = []
+        for dialogue in dialogues:
+            if dialogue.done:
+                continue
+            prompt_ids = render_prompt(tokenizer, dialogue.prompt(), settings.template_options)
+            key = answer_key(prompt_ids, settings.identity(), fingerprint)
+            known = store.get(key)
+            if known is None:
+                waiting.append((prompt_ids, key, dialogue))
+            else:
+                dialogue.add(known)
+        report()
+        waiting.sort(key=lambda item: len(item[0]))
+        for start in range(0, len(waiting), settings.batch_size):
+            batch = waiting[start : start + settings.batch_size]
+            prompts = [prompt_ids for prompt_ids, _, _ in batch]
+            for row, output_ids in generate_batch(model, prompts, stop_ids, settings.max_new_tokens):
+                _, key, dialogue = batch[row]
+                with_tools = bool(dialogue.prompt().tools)
+                answer = make_answer(tokenizer, key, output_ids, stop_ids, with_tools=with_tools)
+                store.add(answer)
+                dialogue.add(answer)
+                report()
+    return [dialogue.result() for dialogue in dialogues]
+
+
+@torch.no_grad()
+def generate_batch(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Greedy answers of one batch, each yielded as `(row, output ids with the stop token)` when it ends.
+
+    The prompts are padded on the left, so that all rows write their next token into the same column; positions are
+    counted from each row's first real token. Rows that ended are taken out of the cache.
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    # The value of a padding id does not matter: it is masked everywhere.
+    ids_BS = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
+    mask_BS = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)
+    rows = list(range(len(prompts)))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    cache = None
+    for _ in range(max_new_tokens):
+        step = model(
+            input_ids=ids_BS,
+            attention_mask=mask_BS,
+            position_ids=positions_BS,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache = step.past_key_values
+        next_B = step.logits[:, -1].argmax(-1)
+        going = []
+        for place, (row, token) in enumerate(zip(rows, next_B.tolist(), strict=True)):
+            outputs[row].append(token)
+            if token in stop_ids or len(outputs[row]) == max_new_tokens:
+                yield row, outputs[row]
+            else:
+                going.append(place)
+        if not going:
+            return
+        if len(going) < len(rows):
+            keep = torch.tensor(going, device=model.device)
+            cache.batch_select_indices(keep)
+            rows = [rows[place] for place in going]
+            next_B, mask_BS, positions_BS = next_B[keep], mask_BS[keep], positions_BS[keep]
+        ids_BS = next_B[:, None]
+        mask_BS = torch.cat([mask_BS, torch.ones_like(ids_BS)], dim=1)
+        positions_BS = positions_BS[:, -1:] + 1
+
+
+def make_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    output_ids: Sequence[int],
+    stop_ids: frozenset[int],
+    *,
+    with_tools: bool,
+) -> Answer:
+    """Turn generated ids into an answer: the stop token taken off, reasoning and tool calls in their own fields."""
+    stopped = output_ids[-1] in stop_ids
+    text = tokenizer.decode(output_ids[:-1] if stopped else output_ids, clean_up_tokenization_spaces=False)
+    content, reasoning, calls = parse_answer(text, with_tools=with_tools and stopped)
+    return Answer(
+        key=key,
+        content=content,
+        reasoning_content=reasoning,
+        tool_calls=calls,
+        finish_reason=("tool_calls" if calls else "stop") if stopped else "length",
+        output_ids=tuple(output_ids),
+    )
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, template_options: dict[str, Any]
+) -> list[int]:
+    """Token ids of the conversation with the opening of an answer after it."""
+    rendered: Any = tokenizer.apply_chat_template(
+        conversation.for_template(),
+        tools=list(conversation.tools) or None,
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=True,
+        **{**template_options, **conversation.template_options},
+    )
+    return list(rendered["input_ids"])
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer, by the model's generation settings and by the tokenizer."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    ids.add(tokenizer.eos_token_id)
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str:
+    """Identity of the weights from 64 evenly spaced values of each parameter; milliseconds, even for large models."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        digest.update(_spread_values(parameter.detach()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _spread_values(parameter: Tensor) -> Tensor:
+    flat = parameter.flatten()
+    return flat[:: max(1, flat.numel() // 64)][:64].cpu().float()
