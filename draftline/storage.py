@@ -1,0 +1,109 @@
+"""Writing so that whatever happens, what is on disk is the old state or the new one, never a half.
+
+Files and folders are written under a temporary name beside their place, synced to the disk, and renamed; a rename
+within one folder is atomic. Whatever the operating system refuses becomes a one-line `StorageError`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from draftline.errors import StorageError
+
+TEMPORARY_PREFIX = ".unfinished-"
+"""Names that a crash may leave behind; they are never read, and removed by `remove_leftovers`."""
+
+
+@contextmanager
+def storage_errors(path: Path) -> Iterator[None]:
+    """Turn what the operating system or safetensors reports while `path` is written into a `StorageError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        system = error.strerror if isinstance(error, OSError) else None
+        reason = system or str(error).splitlines()[0]
+        raise StorageError(f"{path} cannot be written ({reason}): free space or choose another folder") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write or replace one text file.
+
+    Raises:
+        StorageError: the disk is full or refuses; an older file of that name is intact.
+    """
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    with storage_errors(path):
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            _sync(temporary)
+            temporary.replace(path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Give a temporary folder to fill; it takes the name `path` when the block ends without an exception.
+
+    Raises:
+        StorageError: the disk is full or refuses; no trace is left.
+    """
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    with storage_errors(path):
+        remove_folder(temporary)
+        try:
+            temporary.mkdir(parents=True)
+            yield temporary
+            for file in temporary.iterdir():
+                _sync(file)
+            _sync(temporary)
+            temporary.rename(path)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        _sync(path.parent)
+
+
+def point_link(link: Path, target: Path) -> None:
+    """Make `link` a relative symbolic link to `target`, replacing an older one in one step."""
+    temporary = link.with_name(TEMPORARY_PREFIX + link.name)
+    with storage_errors(link):
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(os.path.relpath(target, link.parent), target_is_directory=True)
+        temporary.replace(link)
+        _sync(link.parent)
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder; under its own name it is either complete or gone."""
+    if not path.exists():
+        return
+    doomed = path.with_name(TEMPORARY_PREFIX + "removed-" + path.name)
+    with storage_errors(path):
+        shutil.rmtree(doomed, ignore_errors=True)
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete what an earlier crash left unfinished in a folder."""
+    for path in folder.glob(TEMPORARY_PREFIX + "*"):
+        with storage_errors(path):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
