@@ -1,0 +1,181 @@
+"""Acceptance length, defined here and nowhere else.
+
+    acceptance length = tokens of the output after the first / forwards of the target after the prompt's own
+
+summed over all answers before the division. The first token comes from the prompt's forward; every later forward
+gives the accepted draft tokens and one more, the bonus. A drafter that is never right thus has 1, a perfect one with
+blocks of P slots has P. It is the tau of the DFlash paper and vLLM's "mean acceptance length".
+
+Two ways to measure it that share no code beyond the model's layers:
+
+    decoded          from `generate`: draft cache, verification, rollback
+    teacher-forced   from the training forward over an answer that the target wrote alone, walked as decoding would
+                     walk: anchor at the first token, count the streak, jump streak + 1, repeat
+
+If they differ by more than a few per cent, the drafter is not served what it was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from draftline.draft.anchors import predicted_positions, slot_labels
+from draftline.draft.attention import BlockLayout
+from draftline.draft.model import DFlashDraftModel
+from draftline.records import CapturedSample, Sample
+from draftline.target.loop import TargetForwardLoop
+from draftline.target.model import Target
+
+_SLOTS_PER_PRODUCT = 2048
+"""Slots whose logits exist at the same time in the walk."""
+
+_ANSWERS_AT_ONCE = 16
+"""Answers whose captured states exist at the same time in the walk."""
+
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Tokens and forwards of one answer or of many; additive, divided only when read.
+
+    Attributes:
+        tokens: tokens of the output after the first one.
+        forwards: forwards of the target after the prompt's own (of the walk: its jumps).
+    """
+
+    tokens: int
+    forwards: int
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        return Acceptance(self.tokens + other.tokens, self.forwards + other.forwards)
+
+    @staticmethod
+    def total(parts: Sequence[Acceptance]) -> Acceptance:
+        """Sum of any number of parts, none included."""
+        return sum(parts, Acceptance(0, 0))
+
+    @property
+    def length(self) -> float:
+        """Acceptance length, bonus included; NaN where no answer had a second token."""
+        return self.tokens / self.forwards if self.forwards else float("nan")
+
+
+def describe_acceptance_length(length: float) -> str:
+    """The number with its convention, as it is printed everywhere."""
+    return f"acceptance length (with bonus): {length:.2f}"
+
+
+def acceptance_interval(clusters: Sequence[Acceptance], longest: int, seed: int = 0) -> tuple[float, float]:
+    """95 % interval of the acceptance length by a percentile bootstrap that draws whole prompts.
+
+    Forwards of one answer resemble each other, so prompts are the unit and not forwards. With fewer than two prompts
+    nothing is known about the spread, and the interval is all that is possible: 1 to `longest`, drafted tokens + 1.
+    """
+    counts = np.array([(c.tokens, c.forwards) for c in clusters if c.forwards], dtype=np.float64).reshape(-1, 2)
+    if len(counts) < 2:
+        return 1.0, float(longest)
+    drawn = np.random.default_rng(seed).integers(len(counts), size=(_RESAMPLES, len(counts)))
+    sums = counts[drawn].sum(axis=1)
+    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
+    return float(low), float(high)
+
+
+def acceptance_rate_by_position(accepted_per_forward: Sequence[int], num_drafted: int) -> list[float]:
+    """Share of forwards in which drafted token k = 1..K stood, and so did all before it. Unconditional."""
+    histogram = accepted_histogram(accepted_per_forward, num_drafted)
+    forwards = sum(histogram)
+    return [_ratio(sum(histogram[k:]), forwards) for k in range(1, num_drafted + 1)]
+
+
+def conditional_acceptance_rate_by_position(accepted_per_forward: Sequence[int], num_drafted: int) -> list[float]:
+    """The same, among forwards in which all drafted tokens before k stood; NaN where there was none."""
+    histogram = accepted_histogram(accepted_per_forward, num_drafted)
+    return [_ratio(sum(histogram[k:]), sum(histogram[k - 1 :])) for k in range(1, num_drafted + 1)]
+
+
+def accepted_histogram(accepted_per_forward: Sequence[int], num_drafted: int) -> list[int]:
+    """Number of forwards in which exactly 0, 1, .. K drafted tokens stood."""
+    return np.bincount(np.asarray(accepted_per_forward, dtype=np.int64), minlength=num_drafted + 1).tolist()
+
+
+@torch.no_grad()
+def teacher_forced_walk(
+    target: Target,
+    draft_model: DFlashDraftModel,
+    answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_tokens: int = 8192,
+) -> list[Acceptance]:
+    """Walk over answers that the target wrote greedily and alone, with the training forward.
+
+    Args:
+        answers: prompt ids and output ids of each.
+        batch_tokens: padded tokens in one forward of the target.
+
+    Returns:
+        Tokens covered and jumps taken, per answer; the last jump counts only tokens that exist.
+    """
+    samples = [_as_sample(i, prompt, output) for i, (prompt, output) in enumerate(answers)]
+    loop = TargetForwardLoop(target, draft_model.config.target_layer_ids, "target_ids", batch_tokens)
+    walks = []
+    for first in range(0, len(samples), _ANSWERS_AT_ONCE):
+        for captured in loop.capture(samples[first : first + _ANSWERS_AT_ONCE]):
+            start, end = (len(ids) for ids in (answers[captured.sample.sample_id][0], captured.sample.input_ids))
+            anchors = torch.arange(start, end - 1, device=target.device)
+            walks.append(walk(streaks_of_answer(target, draft_model, captured, anchors).tolist()))
+    return walks
+
+
+def walk(streaks: Sequence[int]) -> Acceptance:
+    """Jump from anchor to anchor, streak + 1 at a time; one streak per answer token but the last."""
+    place = jumps = 0
+    while place < len(streaks):
+        place += streaks[place] + 1
+        jumps += 1
+    return Acceptance(len(streaks), jumps)
+
+
+def streaks_of_answer(
+    target: Target, draft_model: DFlashDraftModel, captured: CapturedSample, anchor_positions_A: Tensor
+) -> Tensor:
+    """Leading run of right slots at each anchor of one document, [A] int64, from the drafter's training forward."""
+    anchors_at_once = max(1, _SLOTS_PER_PRODUCT // draft_model.config.block_size)
+    parts = [_streaks(target, draft_model, captured, part) for part in anchor_positions_A.split(anchors_at_once)]
+    return torch.cat(parts)
+
+
+def _streaks(
+    target: Target, draft_model: DFlashDraftModel, captured: CapturedSample, anchor_positions_A: Tensor
+) -> Tensor:
+    config = draft_model.config
+    block, from_anchor = config.block_size, config.sample_from_anchor
+    weight = draft_model.fc.weight
+    ids_S = captured.sample.input_ids.to(target.device)
+    states = captured.hidden_states_SLD[None].to(weight)
+    assert captured.target_ids_S is not None, "the walk captures with send = target_ids"
+    target_ids_S = captured.target_ids_S.to(target.device)
+
+    block_ids_AP = torch.full((len(anchor_positions_A), block), config.mask_token_id, device=target.device)
+    block_ids_AP[:, 0] = ids_S[anchor_positions_A]
+    layout = BlockLayout.of_row(anchor_positions_A, torch.arange(len(ids_S), device=target.device), block)
+    hidden = draft_model(states, target.embed(block_ids_AP).flatten(0, 1)[None].to(weight), layout)
+    predicted_AP = target.head.logits(hidden[0].to(target.device)).argmax(-1).unflatten(0, block_ids_AP.shape)
+
+    labels_AP = slot_labels(anchor_positions_A, target_ids_S, block, from_anchor, shift=-1)
+    inside_AP = predicted_positions(anchor_positions_A, block, from_anchor) < len(ids_S)
+    right_AP = (predicted_AP == labels_AP) & inside_AP
+    return right_AP[:, block - config.num_speculative_tokens :].long().cumprod(1).sum(1)
+
+
+def _as_sample(sample_id: int, prompt: Sequence[int], output: Sequence[int]) -> Sample:
+    ids = torch.tensor([*prompt, *output], dtype=torch.int64)
+    return Sample(sample_id, ids, torch.arange(len(ids)) >= len(prompt))
+
+
+def _ratio(numerator: int, denominator: int) -> float:
+    return numerator / denominator if denominator else float("nan")

@@ -1,0 +1,265 @@
+"""Lossless decoding: the drafter proposes a block, the target checks it in one forward.
+
+    prompt        one forward of the target gives the first token and the states of the prompt
+    each round    drafter: context so far + [last token, mask, ...] -> K drafted tokens
+                  target:  one forward over [last token, drafted tokens] -> keeps a prefix, adds one of its own
+                  cache:   states of the kept tokens only, for target and drafter
+
+The output is the target's own, token by token: with greedy decoding its argmax, with sampling a draw from its
+distribution. Rounds are counted without the prompt's forward; each gives at least one token of the output. The block
+does not shrink near the end: what lies past the last wanted token is cut off.
+
+Plain decoding is the same loop with nothing drafted, so that comparing the two compares the drafter and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftline.draft.model import DFlashDraftModel
+from draftline.errors import DataError, TargetError
+from draftline.evaluate.sampling import GREEDY, Sampling, draw, verify_greedy, verify_sampled
+from draftline.evaluate.target_state import open_target_state
+from draftline.target.model import Target
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens [K] int64, and the distributions [K, V] they were drawn from (none for greedy)."""
+
+    tokens_K: Tensor
+    probabilities_KV: Tensor | None = None
+
+
+class Proposer(Protocol):
+    """Whatever drafts blocks: the drafter, or a stand-in."""
+
+    target_layer_ids: tuple[int, ...]
+
+    def extend(self, hidden_states: Tensor) -> None:
+        """Take the states [1, n, L*D] of newly kept tokens."""
+
+    def propose(self, anchor_id: int) -> Proposal:
+        """Draft what follows the last kept token, whose own state does not exist yet."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One decoded answer.
+
+    Attributes:
+        output_ids: without the prompt, with the stop token, at most as many as were asked for.
+        target_forwards: forwards after the prompt's own; each gave at least one token of the output.
+        accepted_per_forward: drafted tokens that stood and are part of the output, per forward.
+        drafted_blocks: what was drafted, per forward.
+        replayed_forwards: further forwards to roll back linear-attention layers; they give no token.
+    """
+
+    output_ids: list[int]
+    accepted_per_forward: list[int] = field(default_factory=list)
+    drafted_blocks: list[list[int]] = field(default_factory=list)
+    replayed_forwards: int = 0
+
+    @property
+    def target_forwards(self) -> int:
+        """Forwards of the target after the prompt's own."""
+        return len(self.accepted_per_forward)
+
+
+class BlockDrafter:
+    """The drafter and its cache over one sequence."""
+
+    def __init__(
+        self, target: Target, draft_model: DFlashDraftModel, sampling: Sampling, generator: torch.Generator | None
+    ) -> None:
+        self.target_layer_ids = draft_model.config.target_layer_ids
+        self._target = target
+        self._draft_model = draft_model
+        self._sampling = sampling
+        self._generator = generator
+        self._cache = draft_model.new_cache()
+        self._weight = draft_model.fc.weight
+
+    def extend(self, hidden_states: Tensor) -> None:
+        """Project the states of kept tokens once, for all blocks to come."""
+        self._draft_model.extend_cache(self._cache, hidden_states.to(self._weight))
+
+    def propose(self, anchor_id: int) -> Proposal:
+        """One forward of the drafter, one of the target's head."""
+        config = self._draft_model.config
+        block_ids = torch.full((1, config.block_size), config.mask_token_id, device=self._target.device)
+        block_ids[0, 0] = anchor_id
+        hidden = self._draft_model.draft(self._cache, self._target.embed(block_ids).to(self._weight))
+        predicted = hidden[0, config.block_size - config.num_speculative_tokens :]
+        logits_KV = self._target.head.logits(predicted.to(self._target.device))
+        if self._sampling.greedy:
+            return Proposal(logits_KV.argmax(-1))
+        probabilities_KV = self._sampling.probabilities(logits_KV)
+        return Proposal(draw(probabilities_KV, self._generator), probabilities_KV)
+
+
+class NothingDrafted:
+    """Plain decoding: one token per forward."""
+
+    target_layer_ids: tuple[int, ...] = ()
+
+    def __init__(self, target: Target) -> None:
+        self._none = Proposal(
+            torch.empty(0, dtype=torch.int64, device=target.device),
+            torch.empty(0, target.vocab_size, dtype=torch.float64, device=target.device),
+        )
+
+    def extend(self, hidden_states: Tensor) -> None:
+        """Nothing is captured, so nothing comes."""
+
+    def propose(self, anchor_id: int) -> Proposal:
+        """No tokens, whatever the last one was."""
+        del anchor_id
+        return self._none
+
+
+def generate(
+    target: Target,
+    draft_model: DFlashDraftModel,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] = (),
+    sampling: Sampling = GREEDY,
+    generator: torch.Generator | None = None,
+) -> Generation:
+    """Decode with the drafter.
+
+    Args:
+        input_ids: [1, S] int64 prompt.
+        stop_token_ids: the output ends with the first of these.
+        generator: of the target's device; makes sampling repeatable.
+
+    Raises:
+        DataError: the prompt is empty, or does not fit the target's positions with the answer.
+        TargetError: the drafter was made for another target, or this target cannot be rolled back.
+    """
+    check_fit(target, draft_model)
+    drafter = BlockDrafter(target, draft_model, sampling, generator)
+    return decode(target, drafter, input_ids, max_new_tokens, stop_token_ids, sampling, generator)
+
+
+def generate_plain(
+    target: Target,
+    input_ids: Tensor,
+    *,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int] = (),
+    sampling: Sampling = GREEDY,
+    generator: torch.Generator | None = None,
+) -> Generation:
+    """Decode without a drafter, one token per forward, with the same cache; arguments and errors as in `generate`."""
+    return decode(target, NothingDrafted(target), input_ids, max_new_tokens, stop_token_ids, sampling, generator)
+
+
+@torch.no_grad()
+def decode(
+    target: Target,
+    proposer: Proposer,
+    input_ids: Tensor,
+    max_new_tokens: int,
+    stop_token_ids: Collection[int],
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> Generation:
+    """The loop itself; see the head of this file."""
+    _check_prompt(target, input_ids, max_new_tokens)
+    with open_target_state(target, proposer.target_layer_ids) as state:
+        verified, kept_count = state.forward(input_ids.to(target.device)), input_ids.shape[1]
+        answer = Generation([int(sampling.choose(verified.logits_nV[-1:], generator)[0])])
+        while len(answer.output_ids) < max_new_tokens and answer.output_ids[-1] not in stop_token_ids:
+            # The last token of the output has no state yet; all before it are committed to both caches.
+            state.keep(kept_count)
+            if verified.hidden_states is not None:
+                proposer.extend(verified.hidden_states[:, :kept_count])
+            anchor = torch.tensor(answer.output_ids[-1:], device=target.device)
+            proposal = proposer.propose(answer.output_ids[-1])
+            verified = state.forward(torch.cat([anchor, proposal.tokens_K])[None])
+            accepted, bonus = _verify(proposal, verified.logits_nV, sampling, generator)
+            drafted = proposal.tokens_K.tolist()
+            kept = _cut([*drafted[:accepted], bonus], max_new_tokens - len(answer.output_ids), stop_token_ids)
+            answer.output_ids.extend(kept)
+            answer.accepted_per_forward.append(min(accepted, len(kept)))
+            answer.drafted_blocks.append(drafted)
+            kept_count = len(kept)
+        return replace(answer, replayed_forwards=state.replayed_forwards)
+
+
+@torch.no_grad()
+def tie_gap(target: Target, input_ids: Tensor, output_ids: list[int], other_ids: list[int]) -> tuple[int, float]:
+    """Where two greedy answers to one prompt part, and how close the two tokens were there.
+
+    Forwards over one token and over a block round differently. Where the two best logits are closer than that
+    rounding, the argmax may differ although both decoders are right.
+
+    Returns:
+        Index of the first differing token, and the distance of the two tokens' logits in one forward over the prompt
+        and the common tokens. An answer that ends early counts as differing there, with an infinite distance.
+    """
+    pairs = zip(output_ids, other_ids, strict=False)
+    index = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(output_ids), len(other_ids)))
+    if index == min(len(output_ids), len(other_ids)):
+        return index, float("inf")
+    common = torch.tensor([output_ids[:index]], dtype=torch.int64, device=target.device)
+    with open_target_state(target, ()) as state:
+        logits_V = state.forward(torch.cat([input_ids.to(target.device), common], dim=1)).logits_nV[-1].float()
+    return index, abs(float(logits_V[output_ids[index]] - logits_V[other_ids[index]]))
+
+
+def check_fit(target: Target, draft_model: DFlashDraftModel) -> None:
+    """Refuse a drafter that was trained for a target of another shape.
+
+    Raises:
+        TargetError: naming the first field that differs.
+    """
+    config = draft_model.config
+    for name, drafter_value, target_value in (
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+    ):
+        if drafter_value != target_value:
+            raise TargetError(
+                f"the drafter was made for {name} {drafter_value}, but {target.name} has {target_value}: "
+                "use the target that it was trained with"
+            )
+
+
+def _verify(
+    proposal: Proposal, logits_MV: Tensor, sampling: Sampling, generator: torch.Generator | None
+) -> tuple[int, int]:
+    if sampling.greedy:
+        return verify_greedy(proposal.tokens_K, logits_MV)
+    assert proposal.probabilities_KV is not None, "a proposer has to say what it drew its tokens from"
+    return verify_sampled(proposal.tokens_K, proposal.probabilities_KV, sampling.probabilities(logits_MV), generator)
+
+
+def _cut(token_ids: list[int], budget: int, stop_token_ids: Collection[int]) -> list[int]:
+    """Tokens up to the budget, and up to the first stop token, which is kept."""
+    kept = token_ids[:budget]
+    stop = next((i for i, token in enumerate(kept) if token in stop_token_ids), len(kept))
+    return kept[: stop + 1]
+
+
+def _check_prompt(target: Target, input_ids: Tensor, max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise DataError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
+    length = input_ids.shape[1]
+    if length == 0:
+        raise DataError("the prompt has no tokens: give at least one")
+    limit = target.config.max_position_embeddings
+    if length + max_new_tokens > limit:
+        raise DataError(
+            f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the {limit} positions of {target.name}: "
+            "shorten the prompt or lower max_new_tokens"
+        )
