@@ -18,6 +18,7 @@ where K is the number of key-value heads; position encodings are already applied
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -105,14 +106,17 @@ class GroupedAttention:
     """One product per group of neighbouring anchors, over the prefix that the group needs.
 
     Costs Q * (prefix + group * P) instead of Q * (S + Q) scores. `anchors_per_group` trades the length of the Python
-    loop against scores that the mask throws away.
+    loop against scores that the mask throws away. Tensors are split, not sliced: the gradient of a slice is a table
+    of the size of the whole row, one per group.
     """
 
     def __init__(self, layout: BlockLayout, kind: LayerKind, context_length: int, anchors_per_group: int = 16) -> None:
-        del context_length  # the groups carry their own prefixes
         self.kind = kind
-        self.block_size = layout.block_size
         self.groups = list(_groups(layout, kind, anchors_per_group))
+        self.slots_per_group = [group.layout.anchor_positions_A.shape[0] * layout.block_size for group in self.groups]
+        starts = sorted({0, *layout.context_start_A.tolist(), context_length})
+        self.document_lengths = [end - start for start, end in itertools.pairwise(starts)]
+        self.document_of_start = {start: index for index, start in enumerate(starts)}
 
     def __call__(
         self,
@@ -122,19 +126,18 @@ class GroupedAttention:
         block_key_QKH: Tensor,
         block_value_QKH: Tensor,
     ) -> Tensor:
+        if not self.groups:
+            return query_QNH
+        document_keys = context_key_SKH.split(self.document_lengths)
+        document_values = context_value_SKH.split(self.document_lengths)
+        blocks = (tensor.split(self.slots_per_group) for tensor in (query_QNH, block_key_QKH, block_value_QKH))
         outputs = []
-        for group in self.groups:
-            slots = slice(group.first * self.block_size, group.last * self.block_size)
-            prefix = slice(group.prefix_start, group.prefix_end)
-            outputs.append(
-                _masked_attention(
-                    query_QNH[slots],
-                    torch.cat([context_key_SKH[prefix], block_key_QKH[slots]]),
-                    torch.cat([context_value_SKH[prefix], block_value_QKH[slots]]),
-                    group.visible(self.kind),
-                )
-            )
-        return torch.cat(outputs) if outputs else query_QNH
+        for group, query, block_key, block_value in zip(self.groups, *blocks, strict=True):
+            document = self.document_of_start[group.document_start]
+            key = torch.cat([document_keys[document][group.prefix], block_key])
+            value = torch.cat([document_values[document][group.prefix], block_value])
+            outputs.append(_masked_attention(query, key, value, group.visible(self.kind)))
+        return torch.cat(outputs)
 
 
 class FlexAttention:
@@ -239,22 +242,23 @@ def dense_mask(layout: BlockLayout, kind: LayerKind, context_length: int) -> Ten
 
 @dataclass(frozen=True)
 class _Group:
-    """Anchors `first`..`last`-1 of a layout, all of one document, and the context rows that any of them sees.
+    """Neighbouring anchors of one document, and the context that any of them sees.
 
-    `layout` describes the group alone, in row positions counted from `prefix_start`.
+    Attributes:
+        document_start: row position of the document.
+        prefix: positions within the document that any of the anchors sees.
+        layout: the group alone, in positions counted from the begin of `prefix`.
     """
 
-    first: int
-    last: int
-    prefix_start: int
-    prefix_end: int
+    document_start: int
+    prefix: slice
     layout: BlockLayout
 
     def visible(self, kind: LayerKind) -> Tensor | None:
         """Mask of the group, or None where a single block sees all of its prefix and of itself."""
-        if self.last - self.first == 1 and not kind.causal and kind.window is None:
+        if self.layout.anchor_positions_A.shape[0] == 1 and not kind.causal and kind.window is None:
             return None
-        return dense_mask(self.layout, kind, self.prefix_end - self.prefix_start)
+        return dense_mask(self.layout, kind, self.prefix.stop - self.prefix.start)
 
 
 def _groups(layout: BlockLayout, kind: LayerKind, anchors_per_group: int) -> Iterator[_Group]:
@@ -262,33 +266,27 @@ def _groups(layout: BlockLayout, kind: LayerKind, anchors_per_group: int) -> Ite
     starts = layout.context_start_A.tolist()
     first = 0
     while first < len(anchors):
+        start = starts[first]
         last = first + 1
-        while last < len(anchors) and last - first < anchors_per_group and starts[last] == starts[first]:
+        while last < len(anchors) and last - first < anchors_per_group and starts[last] == start:
             last += 1
-        begin = starts[first]
-        if kind.window is not None:
-            begin = max(begin, anchors[first] - kind.window + 1)
+        begin = start if kind.window is None else max(start, anchors[first] - kind.window + 1)
         own = replace(
             layout,
             anchor_positions_A=layout.anchor_positions_A[first:last] - begin,
-            context_start_A=layout.context_start_A[first:last].clamp(min=begin) - begin,
+            context_start_A=torch.zeros_like(layout.context_start_A[first:last]),
         )
-        yield _Group(first, last, begin, anchors[last - 1], own)
+        yield _Group(start, slice(begin - start, anchors[last - 1] - start), own)
         first = last
 
 
-def _masked_attention(query_QNH: Tensor, key_KNH: Tensor, value_KNH: Tensor, visible_QK: Tensor | None) -> Tensor:
+def _masked_attention(query_QNH: Tensor, key_TKH: Tensor, value_TKH: Tensor, visible_QT: Tensor | None) -> Tensor:
     """Softmax attention over the visible keys; a query without any gives zeros instead of NaN."""
-    repeat = query_QNH.shape[1] // key_KNH.shape[1]
-    query, key, value = (
-        _heads_first(query_QNH),
-        _heads_first(key_KNH.repeat_interleave(repeat, dim=1)),
-        _heads_first(value_KNH.repeat_interleave(repeat, dim=1)),
-    )
-    if visible_QK is None:
-        return F.scaled_dot_product_attention(query, key, value)[0].transpose(0, 1)
-    blind_Q1 = ~visible_QK.any(dim=1, keepdim=True)
-    output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible_QK | blind_Q1)
+    query, key, value = _heads_first(query_QNH), _heads_first(key_TKH), _heads_first(value_TKH)
+    if visible_QT is None:
+        return F.scaled_dot_product_attention(query, key, value, enable_gqa=True)[0].transpose(0, 1)
+    blind_Q1 = ~visible_QT.any(dim=1, keepdim=True)
+    output = F.scaled_dot_product_attention(query, key, value, attn_mask=visible_QT | blind_Q1, enable_gqa=True)
     return output[0].transpose(0, 1).masked_fill(blind_Q1[..., None], 0.0)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 
 @dataclass(frozen=True)
@@ -89,13 +88,24 @@ def _chunk(
     logits_of: Callable[[Tensor], Tensor],
     wants_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, gradient of the hidden states and argmax of one chunk."""
+    """Loss, gradient of the hidden states and argmax of one chunk.
+
+    The gradient of the logits is written out, weight * (softmax - one-hot), in the buffer that held the exponentials:
+    autograd would allocate three more tables of the same size. Through `logits_of` autograd does the work.
+    """
     with torch.set_grad_enabled(wants_gradient):
         leaf_mD = hidden_mD.detach().requires_grad_(wants_gradient)
         logits_mV = logits_of(leaf_mD)
-        logits_mV = logits_mV.to(torch.promote_types(logits_mV.dtype, torch.float32))
-        loss = (F.cross_entropy(logits_mV, labels_m, reduction="none") * weights_m).sum()
-        if not wants_gradient:
-            return loss, torch.zeros_like(hidden_mD), logits_mV.argmax(dim=-1)
-        (gradient_mD,) = torch.autograd.grad(loss, leaf_mD)
-    return loss.detach(), gradient_mD, logits_mV.detach().argmax(dim=-1)
+    scores_mV = logits_mV.detach().to(torch.promote_types(logits_mV.dtype, torch.float32))
+    top_m1, predicted_m1 = scores_mV.max(dim=-1, keepdim=True)
+    label_score_m1 = scores_mV.gather(1, labels_m[:, None])
+    table_mV = (scores_mV - top_m1).exp_()
+    normaliser_m1 = table_mV.sum(dim=-1, keepdim=True)
+    nats_m1 = normaliser_m1.log() + top_m1 - label_score_m1
+    weights_m1 = weights_m[:, None].to(table_mV.dtype)
+    loss = (nats_m1 * weights_m1).sum()
+    if not wants_gradient:
+        return loss, torch.zeros_like(hidden_mD), predicted_m1[:, 0]
+    table_mV.mul_(weights_m1 / normaliser_m1).scatter_add_(1, labels_m[:, None], -weights_m1)
+    (gradient_mD,) = torch.autograd.grad(logits_mV, leaf_mD, table_mV.to(logits_mV.dtype))
+    return loss, gradient_mD, predicted_m1[:, 0]
