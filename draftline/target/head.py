@@ -56,7 +56,8 @@ class TargetHead(nn.Module):
 
     def forward(self, last_hidden: Tensor) -> Tensor:
         """[..., D] output of the last decoder layer, before the final norm -> [..., V]."""
-        return self.logits(self.norm(last_hidden))
+        # not self.norm(...): a HookCapture that is active on the target must not take this for a forward of the target
+        return self.logits(self.norm.forward(last_hidden))
 
     @torch.no_grad()
     def target_ids(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:

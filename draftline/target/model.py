@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.resources
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftline.config import TargetConfig
 from draftline.errors import StorageError, TargetError, TemplateError
+from draftline.storage import new_folder
 from draftline.target.head import TargetHead, build_head, row_scale
 from draftline.target.smollm2 import load_smollm2
 from draftline.target.structure import TargetParts, find_parts
@@ -172,22 +171,10 @@ def save_target(target: Target, folder: Path) -> None:
     model = target.model
     if model.dtype != torch.float32:
         model = copy.deepcopy(model).float()
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-    except OSError as error:
-        raise StorageError(f"{folder} cannot be written: {error.strerror}") from error
-    try:
-        temporary.chmod(0o755)
-        with _quiet():
-            model.save_pretrained(temporary)
+    with new_folder(folder) as unfinished, _quiet():
+        model.save_pretrained(unfinished)
         if target.tokenizer is not None:
-            target.tokenizer.save_pretrained(temporary)
-        temporary.replace(folder)
-    except (OSError, SafetensorError) as error:
-        raise StorageError(f"{folder} cannot be written: {_first_line(error)}") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            target.tokenizer.save_pretrained(unfinished)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -72,7 +72,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
         found = config.get_text_config(decoder=True)
     except ValueError as error:
         raise TargetError(f"{config.model_type}: more than one nested text configuration: not supported") from error
-    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"):
         if not hasattr(found, name):
             raise TargetError(f"{config.model_type}: its text configuration has no {name}: it is no language model")
     return found
