@@ -15,10 +15,11 @@ import argparse
 import json
 import math
 import random
+import shutil
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import tiny_corpus
@@ -34,7 +35,9 @@ from transformers import (
 )
 
 TRAIN_SEED, PROMPT_SEED, REPORT_SEED = 1, 2, 3
+REPORT_BATCH, ANSWER_LIMIT = 64, 250
 TOKENIZER_SIZE, TABLE_SIZE = 1000, 1024
+PROMPT_FORMAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # The pre-tokenizer of Qwen2: converters recognise it, and it splits numbers into single digits.
 SPLIT_PATTERN = (
@@ -109,22 +112,21 @@ def encode(conversation: tiny_corpus.Conversation, tokenizer: PreTrainedTokenize
     ids: list[int] = []
     mask: list[bool] = []
     for turn in conversation.turns:
-        asked = f"<|im_start|>user\n{turn.user}<|im_end|>\n<|im_start|>assistant\n"
-        for text, said in ((asked, False), (f"{turn.answer}<|im_end|>", True), ("\n", False)):
+        for text, said in ((PROMPT_FORMAT.format(turn.user), False), (f"{turn.answer}<|im_end|>", True), ("\n", False)):
             piece = tokenizer.encode(text, add_special_tokens=False)
             ids += piece
             mask += [said] * len(piece)
     return ids, mask
 
 
-def batches(tokenizer: PreTrainedTokenizerBase, tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless (ids_BS, labels_BS) with about `tokens` positions each, of conversations of similar length.
 
     Right padding: a causal model needs no attention mask for it. Labels are -100 where nothing is to be said.
     """
-    rng = random.Random(TRAIN_SEED)
+    rng = random.Random(seed)
     for chunk in range(1_000_000):
-        drawn = tiny_corpus.conversations(TRAIN_SEED * 1_000_000 + chunk, 2_000)
+        drawn = tiny_corpus.conversations(seed * 1_000_000 + chunk, 2_000)
         rows = sorted((encode(conversation, tokenizer) for conversation in drawn), key=lambda row: len(row[0]))
         groups: list[list[tuple[list[int], list[bool]]]] = [[]]
         for row in rows:
@@ -164,7 +166,9 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, options: 
     model.train()
     steppers = optimizers(model, options.rate)
     started, seen = time.time(), 0
-    for step, (ids_BS, labels_BS) in zip(range(options.steps), batches(tokenizer, options.tokens), strict=False):
+    for step, (ids_BS, labels_BS) in zip(
+        range(options.steps), batches(tokenizer, options.tokens, options.seed), strict=False
+    ):
         warm = min(1.0, (step + 1) / 50)
         factor = warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / options.steps)))
         for stepper in steppers:
@@ -211,11 +215,14 @@ class Tally:
 
 
 @torch.no_grad()
-def greedy(model: Qwen3ForCausalLM, ids: list[int], limit: int) -> list[int]:
-    output = model.generate(
-        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids)), max_new_tokens=limit, do_sample=False
-    )
-    return output[0, len(ids) :].tolist()
+def greedy(model: Qwen3ForCausalLM, asked: list[list[int]]) -> list[list[int]]:
+    """Greedy answers to a left-padded batch of token ids, each cut after its stop token (or at ANSWER_LIMIT)."""
+    length, pad, stop = max(map(len, asked)), model.config.pad_token_id, model.config.eos_token_id
+    ids_BS = torch.tensor([[pad] * (length - len(ids)) + ids for ids in asked])
+    mask_BS = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in asked])
+    output_BS = model.generate(ids_BS, attention_mask=mask_BS, max_new_tokens=ANSWER_LIMIT, do_sample=False)
+    answers = output_BS[:, length:].tolist()
+    return [answer[: answer.index(stop) + 1] if stop in answer else answer for answer in answers]
 
 
 @torch.no_grad()
@@ -235,32 +242,50 @@ def agreeing_layers(model: Qwen3ForCausalLM, ids: list[int], said: list[bool]) -
     return torch.stack([(model.lm_head(model.model.norm(o[0, places])).argmax(-1) == final).sum() for o in outputs])
 
 
+@dataclass
+class Dialogue:
+    """A conversation as the model has held it so far: its tokens, and which of them the model said."""
+
+    conversation: tiny_corpus.Conversation
+    ids: list[int] = field(default_factory=list)
+    said: list[bool] = field(default_factory=list)
+
+    def extend(self, ids: list[int], said: bool) -> None:
+        self.ids += ids
+        self.said += [said] * len(ids)
+
+
+def answer_turn(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerBase, dialogues: list[Dialogue], turn: int
+) -> Iterator[tuple[Dialogue, list[int]]]:
+    """Ask turn number `turn` of every dialogue that has one, and yield the answers."""
+    for dialogue in dialogues:
+        asked = ("\n" if turn else "") + PROMPT_FORMAT.format(dialogue.conversation.turns[turn].user)
+        dialogue.extend(tokenizer.encode(asked, add_special_tokens=False), said=False)
+    for start in range(0, len(dialogues), REPORT_BATCH):
+        group = dialogues[start : start + REPORT_BATCH]
+        for dialogue, answer in zip(group, greedy(model, [d.ids for d in group]), strict=True):
+            dialogue.extend(answer, said=True)
+            yield dialogue, answer
+
+
 def report(out: Path, count: int) -> None:
     """Let the saved model answer `count` fresh conversations greedily and print what was measured."""
     tokenizer = AutoTokenizer.from_pretrained(out)
     model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    dialogues = [Dialogue(conversation) for conversation in tiny_corpus.conversations(REPORT_SEED, count)]
     tallies: dict[str, Tally] = defaultdict(Tally)
-    agreed, positions = torch.zeros(model.config.num_hidden_layers), 0
-    for conversation in tiny_corpus.conversations(REPORT_SEED, count):
-        ids: list[int] = []
-        said: list[bool] = []
-        for turn in conversation.turns:
-            asked = f"<|im_start|>user\n{turn.user}<|im_end|>\n<|im_start|>assistant\n"
-            asked_ids = tokenizer.encode(asked if not ids else f"\n{asked}", add_special_tokens=False)
-            ids += asked_ids
-            said += [False] * len(asked_ids)
-            answer = greedy(model, ids, 250)
-            ids += answer
-            said += [True] * len(answer)
-            tally = tallies[conversation.kind]
+    for turn in range(max(len(d.conversation.turns) for d in dialogues)):
+        active = [d for d in dialogues if len(d.conversation.turns) > turn]
+        for dialogue, answer in answer_turn(model, tokenizer, active, turn):
+            tally, key = tallies[dialogue.conversation.kind], dialogue.conversation.turns[turn].key
             tally.answers += 1
             tally.tokens += len(answer)
             tally.ended += answer[-1] == tokenizer.eos_token_id
-            tally.checked += turn.key != ""
-            tally.correct += turn.key != "" and turn.key in tokenizer.decode(answer)
-        agreed += agreeing_layers(model, ids, said)
-        positions += sum(said)
-    print_report(tallies, agreed / positions)
+            tally.checked += key != ""
+            tally.correct += key != "" and key in tokenizer.decode(answer)
+    agreed = sum(agreeing_layers(model, dialogue.ids, dialogue.said) for dialogue in dialogues)
+    print_report(tallies, agreed / sum(sum(dialogue.said) for dialogue in dialogues))
 
 
 def print_report(tallies: dict[str, Tally], shares: torch.Tensor) -> None:
@@ -286,6 +311,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the model's files")
     parser.add_argument("--report", action="store_true", help="measure the model in --out instead of training")
     parser.add_argument("--count", type=int, default=400, help="conversations of the report")
+    parser.add_argument("--start", type=Path, help="folder of an earlier model to train on, with its tokenizer")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the training conversations")
     parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--tokens", type=int, default=4096, help="positions in a batch")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
@@ -295,9 +322,16 @@ def main() -> None:
         report(options.out, options.count)
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    tokenizer = build_tokenizer(options.out)
+    if options.start:
+        tokenizer = AutoTokenizer.from_pretrained(options.start)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copyfile(options.start / name, options.out / name)
+        model = Qwen3ForCausalLM.from_pretrained(options.start, dtype=torch.float32)
+    else:
+        tokenizer = build_tokenizer(options.out)
+        model = build_model(tokenizer)
     write_prompts(options.out, 1500)
-    train(build_model(tokenizer), tokenizer, options)
+    train(model, tokenizer, options)
 
 
 if __name__ == "__main__":
