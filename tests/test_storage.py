@@ -15,9 +15,8 @@ def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
         (folder / "x").write_text("1")
         assert not (tmp_path / "a").exists()
     assert (tmp_path / "a" / "x").read_text() == "1"
-    with pytest.raises(KeyError), new_folder(tmp_path / "b") as folder:
-        (folder / "x").write_text("1")
-        raise KeyError
+    with pytest.raises(StorageError), new_folder(tmp_path / "b") as folder:
+        (folder / "missing" / "x").write_text("1")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 

@@ -1,0 +1,52 @@
+"""How many intra-op threads each loop of the pipeline uses.
+
+`torch.set_num_threads` sets the number for the Python thread that calls it, and the number with which threads that
+have not used torch yet begin: at its first use of torch a thread takes the number that was set last, by whichever
+thread. So every loop sets its own, after a first use; from then on a number set elsewhere does not move it.
+
+More threads than cores is many times slower, not a little: OpenMP threads wait for each other by spinning, and on two
+busy cores one thread per loop was ten times faster than two. Results of matrix products may differ in the last bit
+between numbers of threads, so runs are comparable bit for bit where this number is the same; it is printed and saved.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def available_cores() -> int:
+    """Cores that this process may use, or fewer where the user has limited torch (OMP_NUM_THREADS)."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(allowed, torch.get_num_threads())
+
+
+def threads_per_loop(cores: int, target_loops: int, wanted: int | None) -> int:
+    """Intra-op threads of each target loop and of the drafter loop.
+
+    With and without overlap the drafter loop counts as one loop more, so that a run in mode `inline` has the number,
+    and the bits, of the same run with one target loop. A wish beyond the cores is cut to what they carry.
+    """
+    share = max(1, cores // (target_loops + 1))
+    most = max(1, cores // target_loops)
+    return share if wanted is None else min(wanted, most)
+
+
+def set_intra_op_threads(count: int) -> None:
+    """Use a number of threads in this Python thread from now on."""
+    torch.get_num_threads()  # a first use of torch: a later one would forget the number
+    torch.set_num_threads(count)
+
+
+@contextmanager
+def intra_op_threads(count: int) -> Iterator[None]:
+    """Use a number of threads in this Python thread for the time of a block."""
+    before = torch.get_num_threads()
+    set_intra_op_threads(count)
+    try:
+        yield
+    finally:
+        set_intra_op_threads(before)

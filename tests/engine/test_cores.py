@@ -1,0 +1,52 @@
+"""How many threads a loop gets, and for whom a setting holds."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from draftline.engine.cores import available_cores, intra_op_threads, set_intra_op_threads, threads_per_loop
+
+
+@pytest.mark.parametrize(
+    ("cores", "target_loops", "wanted", "expected"),
+    [
+        (2, 1, None, 1),
+        (2, 4, None, 1),
+        (16, 1, None, 8),
+        (16, 3, None, 4),
+        (16, 3, 2, 2),
+        (16, 4, 100, 4),
+        (1, 1, None, 1),
+        (2, 4, 8, 1),
+    ],
+)
+def test_loops_share_the_cores(cores: int, target_loops: int, wanted: int | None, expected: int) -> None:
+    assert threads_per_loop(cores, target_loops, wanted) == expected
+
+
+def test_a_setting_holds_for_its_own_thread_and_for_its_block() -> None:
+    """What `cores` says about torch: each Python thread has its own number."""
+    seen: dict[str, int] = {}
+    ready, go_on = threading.Event(), threading.Event()
+
+    def loop() -> None:
+        set_intra_op_threads(3)
+        ready.set()
+        go_on.wait(timeout=10)
+        seen["loop"] = torch.get_num_threads()
+
+    before = torch.get_num_threads()
+    thread = threading.Thread(target=loop)
+    with intra_op_threads(2):
+        thread.start()
+        ready.wait(timeout=10)
+        seen["main"] = torch.get_num_threads()
+        with intra_op_threads(1):
+            go_on.set()
+            thread.join()
+    assert seen == {"main": 2, "loop": 3}
+    assert torch.get_num_threads() == before
+    assert available_cores() >= 1
