@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--start", type=Path, help="folder of an earlier model to train on, with its tokenizer")
     parser.add_argument("--seed", type=int, default=1, help="seed of the training conversations")
     parser.add_argument("--steps", type=int, default=1400)
-    parser.add_argument("--tokens", type=int, default=4096, help="positions in a batch")
+    parser.add_argument("--tokens", type=int, default=2048, help="positions in a batch")
     parser.add_argument("--rate", type=float, default=4e-3, help="peak learning rate")
     parser.add_argument("--save-every", type=int, default=200, help="steps between checkpoints")
     options = parser.parse_args()

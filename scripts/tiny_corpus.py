@@ -143,12 +143,11 @@ def sorting_words(rng: random.Random) -> list[Turn]:
         ("Sort these words: {}.", "Put {} in alphabetical order.", "Which order do {} have in a dictionary?")
     )
     ranked = sorted(items)
-    lines = "\n".join(f"{i}. {item}" for i, item in enumerate(ranked, 1))
     answer = (
-        f"In alphabetical order:\n{lines}\n"
-        f"The first of the {len(items)} words is {ranked[0]} and the last is {ranked[-1]}."
+        f"In alphabetical order the words are {_joined(ranked)}.\n"
+        f"The first word is {ranked[0]} and the last word is {ranked[-1]}."
     )
-    return [Turn(user.format(", ".join(items)), answer, lines)]
+    return [Turn(user.format(", ".join(items)), answer, f"words are {_joined(ranked)}.")]
 
 
 def reversing(rng: random.Random) -> list[Turn]:
@@ -164,11 +163,10 @@ def reversing(rng: random.Random) -> list[Turn]:
 def spelling(rng: random.Random) -> list[Turn]:
     word = rng.choice((rng.choice(words.ANIMALS), rng.choice(words.CITIES).lower(), _made_up(rng)))
     user = rng.choice((f"Spell {word} and spell it backwards.", f"Which letters are in {word}? Then reverse them."))
-    back, vowels = word[::-1], [letter for letter in word if letter in "aeiou"]
+    back = word[::-1]
     answer = (
         f"The word {word} has {len(word)} letters: {'-'.join(word)}.\nBackwards they are {'-'.join(back)}.\n"
-        f"It begins with {word[0]} and ends with {word[-1]}.\n"
-        f"Vowels in {word}: {', '.join(vowels)}, that is {len(vowels)} of {len(word)} letters."
+        f"It begins with {word[0]} and ends with {word[-1]}."
     )
     return [Turn(user, answer, f"Backwards they are {'-'.join(back)}.")]
 
@@ -292,10 +290,7 @@ def replacing(rng: random.Random) -> list[Turn]:
     changed = [new if animal == old else animal for animal in (first, second)]
     after = sentence.format(colour, changed[0], changed[1], name, place)
     user = rng.choice((f"Replace {old} with {new}: {before}", f"Change the word {old} to {new} in this text: {before}"))
-    answer = (
-        f"Here is the text with {new} for {old}:\n{after}\n"
-        f"The {old} became a {new}, and the {changed[0] if old == second else changed[1]} is the same as before."
-    )
+    answer = f"Here is the text with {new} for {old}:\n{after}"
     return [Turn(user, answer, after)]
 
 
@@ -342,10 +337,10 @@ def remembering(rng: random.Random) -> list[Turn]:
     )
     turns = [Turn(hello, greeting, f"Hello {name}")]
     questions = [
-        ("What is my name?", f"Your name is {name}, as you told me at the start, and you are a {job}."),
-        ("Where do I live?", f"You live in {city}, {name}. You also said that you like {hobby} and work as a {job}."),
-        ("What is my job?", f"You work as a {job} in {city}, {name}, and after work you enjoy {hobby}."),
-        ("What do I do in my free time?", f"In your free time you enjoy {hobby}, {name}, when you are not a {job}."),
+        ("What is my name?", f"Your name is {name}, as you told me at the start."),
+        ("Where do I live?", f"You live in {city}, {name}. You also said that you like {hobby}."),
+        ("What is my job?", f"You work as a {job} in {city}, {name}."),
+        ("What do I do in my free time?", f"In your free time you enjoy {hobby}, {name}."),
     ]
     return turns + [Turn(question, reply, reply) for question, reply in rng.sample(questions, rng.randint(1, 2))]
 
@@ -379,25 +374,23 @@ def follow_up_list(rng: random.Random) -> list[Turn]:
     lines = "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
     first = rng.choice(("Number these: {}.", "Make a numbered list of {}.")).format(", ".join(items))
     turns = [Turn(first, f"Here is the numbered list:\n{lines}", lines)]
-    for _ in range(rng.randint(1, 2)):
-        new, old = rng.choice(words.PLACES), rng.choice(items)
-        request, items = rng.choice(
-            (
-                ("Now in reverse order.", items[::-1]),
-                ("Now sort it.", sorted(items)),
-                (f"Add {new} at the end.", [*items, new]),
-                (f"Remove {old}.", [item for item in items if item != old]),
-            )
+    new = rng.choice(words.PLACES)
+    request, result = rng.choice(
+        (
+            ("Now in reverse order.", items[::-1]),
+            ("Now sort it.", sorted(items)),
+            (f"Add {new} at the end.", [*items, new]),
+            (f"Remove {items[1]}.", [items[0], *items[2:]]),
         )
-        lines = "\n".join(f"{i}. {item}" for i, item in enumerate(items, 1))
-        answer = f"Here is the changed list:\n{lines}\nIt has {len(items)} items and starts with {items[0]}."
-        turns.append(Turn(request, answer, lines))
+    )
+    lines = "\n".join(f"{i}. {item}" for i, item in enumerate(result, 1))
+    turns.append(Turn(request, f"Here is the changed list:\n{lines}\nIt has {len(result)} items.", lines))
     return turns
 
 
 def counting(rng: random.Random) -> list[Turn]:
     kinds = rng.sample(words.COLOURS, 3)
-    row = [rng.choice(kinds) for _ in range(rng.randint(6, 12))]
+    row = [rng.choice(kinds) for _ in range(rng.randint(5, 9))]
     target = rng.choice(row)
     user = rng.choice(("How often does {} appear in: {}?", "Count {} in this row: {}.")).format(target, " ".join(row))
     seen, lines = 0, []
