@@ -227,24 +227,28 @@ class DFlashConfig(_Strict):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
 
-def load_run_config(path: Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a run configuration from YAML and apply `section.key=value` words, values parsed as YAML.
+def load_run_config(
+    path: Path | None = None, overrides: Sequence[str] = (), recipe: RunConfig | None = None
+) -> RunConfig:
+    """A recipe, changed by a YAML file, changed by `section.key=value` words whose values are parsed as YAML.
 
     Raises:
         ConfigError: the file is missing or no mapping, a word has no `=`, a key is unknown, a value is out of range.
     """
-    tree = _read_yaml(path) if path is not None else {}
+    tree = (recipe or RunConfig()).model_dump(mode="json")
+    if path is not None:
+        _merge(tree, _read_yaml(path))
     for word in overrides:
         key, sign, text = word.partition("=")
         if not sign:
             raise ConfigError(f"{word!r} is no setting: write section.key=value, for example train.max_steps=100")
-        *parents, leaf = key.strip().split(".")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-            if not isinstance(node, dict):
-                raise ConfigError(f"{key!r}: {parent!r} is a value, not a section")
-        node[leaf] = yaml.safe_load(text)
+        try:
+            change = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"{word!r}: {text!r} is no YAML value: quote it") from error
+        for part in reversed(key.strip().split(".")):
+            change = {part: change}
+        _merge(tree, change)
     return parse_run_config(tree)
 
 
@@ -261,6 +265,15 @@ def decay_gamma(loss: LossConfig, block_size: int) -> float:
     if loss.decay_gamma is not None:
         return loss.decay_gamma
     return PUBLISHED_DECAY[block_size] if block_size in PUBLISHED_DECAY else block_size / 2
+
+
+def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Put the leaves of `changes` into `tree`; what is no section there is replaced and left to the schema."""
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(tree.get(key), dict):
+            _merge(tree[key], value)
+        else:
+            tree[key] = value
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:

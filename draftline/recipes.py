@@ -1,0 +1,54 @@
+"""Whole configurations as functions: take one, change what differs.
+
+    draftline train --recipe published --target T --data D --out RUN train.max_steps=1000
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from draftline.config import (
+    DrafterConfig,
+    OptimConfig,
+    RunConfig,
+    TargetConfig,
+    TrainConfig,
+)
+
+
+def published() -> RunConfig:
+    """The recipe of the paper (arXiv 2602.06036), with blocks of 8: the defaults of every setting.
+
+    Meant for hundreds of thousands of answers of the target itself on accelerators.
+    """
+    return RunConfig()
+
+
+def quickstart() -> RunConfig:
+    """The embedded target: a two-layer drafter in about two minutes on two cores."""
+    return RunConfig(
+        target=TargetConfig(name="tiny"),
+        drafter=DrafterConfig(num_layers=2, block_size=8),
+        optim=OptimConfig(learning_rate=2e-3),
+        train=TrainConfig(
+            epochs=8, num_anchors=48, tokens_per_row=2048, log_every=10, eval_every=100, save_every=100
+        ),
+    )
+
+
+def small_model() -> RunConfig:
+    """A target of about 100M parameters on a CPU, some hundred answers: hours, not days."""
+    return RunConfig(
+        drafter=DrafterConfig(num_layers=3, block_size=8),
+        optim=OptimConfig(learning_rate=1e-3),
+        train=TrainConfig(
+            epochs=8, num_anchors=64, tokens_per_row=2048, log_every=5, eval_every=50, save_every=50
+        ),
+    )
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "published": published,
+    "quickstart": quickstart,
+    "small-model": small_model,
+}
