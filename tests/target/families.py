@@ -6,8 +6,11 @@ from collections.abc import Callable
 
 import torch
 import transformers as hf
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VOCAB = 96
 LAYERS = 4
@@ -105,3 +108,23 @@ def tiny(family: str) -> PreTrainedModel:
 def random_ids(*shape: int, seed: int = 1) -> Tensor:
     """Ids that are neither special nor an image placeholder."""
     return torch.randint(3, VOCAB - 1, shape, generator=torch.Generator().manual_seed(seed))
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<turn>{{ m['role'] }} {{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<turn>assistant {% endif %}"
+)
+
+
+def word_tokenizer(size: int = 90, extra: tuple[str, ...] = (), template: str | None = None) -> PreTrainedTokenizerBase:
+    """`size` words, of which 0, 1, 2 are pad, bos and eos and 3 is <turn>; `extra` special tokens come after them."""
+    words = ["<pad>", "<bos>", "<eos>", "<turn>", *(f"w{i}" for i in range(4, size))]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w4"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    tokenizer = hf.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>"
+    )
+    tokenizer.add_tokens([AddedToken("<turn>", special=True)], special_tokens=True)
+    tokenizer.add_tokens([AddedToken(token, special=True) for token in extra], special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
