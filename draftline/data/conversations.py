@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+ReasoningField = Literal["reasoning_content", "reasoning", "thinking"]
 
 
 class _Strict(BaseModel):
@@ -42,6 +43,7 @@ class Message(_Strict):
         role: as the template is to see it: `system`, `user`, `assistant`, `tool`, or what the row said.
         content: the text; never None.
         reasoning_content: what a reasoning model thought before its answer.
+        reasoning_field: the name under which the row had it; the template is given it under the same name.
         train: whether an assistant turn is supervised (a row's own `weight` or `train` flag).
         finish_reason: why a regenerated answer ended; `length` means that it was cut and has no end token.
     """
@@ -49,6 +51,7 @@ class Message(_Strict):
     role: str
     content: str = ""
     reasoning_content: str | None = None
+    reasoning_field: ReasoningField = "reasoning_content"
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str | None = None
     name: str | None = None
@@ -59,7 +62,7 @@ class Message(_Strict):
         """The message as a chat template wants it: absent fields absent, because templates test `is defined`."""
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning_content is not None:
-            message["reasoning_content"] = self.reasoning_content
+            message[self.reasoning_field] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
         if self.tool_call_id is not None:

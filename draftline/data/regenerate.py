@@ -111,6 +111,31 @@ class Dialogue:
         return self._conversation.model_copy(update={"messages": tuple(self._history)})
 
 
+@dataclass(frozen=True)
+class TargetAnswers:
+    """Answers conversations with a live target; what `prepare` takes as its answerer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    store: AnswerStore
+    settings: GenerationSettings
+    progress: Progress | None = None
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        """The conversations with the target's own answers, in the order given."""
+        return generate_answers(
+            self.model, self.tokenizer, conversations, self.store, self.settings, progress=self.progress
+        )
+
+    def identity(self) -> dict[str, Any]:
+        """What determines the answers."""
+        return {
+            **self.settings.identity(),
+            "template_options": self.settings.template_options,
+            "target": weights_fingerprint(self.model),
+        }
+
+
 def generate_answers(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -216,7 +241,8 @@ def make_answer(
 ) -> Answer:
     """Turn generated ids into an answer: the stop token taken off, reasoning and tool calls in their own fields."""
     stopped = output_ids[-1] in stop_ids
-    text = tokenizer.decode(output_ids[:-1] if stopped else output_ids, clean_up_tokenization_spaces=False)
+    written = list(output_ids[:-1] if stopped else output_ids)
+    text = str(tokenizer.decode(written, clean_up_tokenization_spaces=False))
     content, reasoning, calls = parse_answer(text, with_tools=with_tools and stopped)
     return Answer(
         key=key,

@@ -1,0 +1,307 @@
+"""From rows to samples: tell the shape, let the target answer, render, cut, count, write; chunk by chunk."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from transformers import PreTrainedTokenizerBase
+
+from draftline.data.cache import tokenizer_hash
+from draftline.data.conversations import Conversation, Message, hash_json
+from draftline.data.formatted import check_tokens, render_text
+from draftline.data.heldout import HeldoutPrompts
+from draftline.data.readers import read_rows, total_bytes
+from draftline.data.render import MaskOptions, Refusal, RenderedConversation, render_conversations
+from draftline.data.report import Accounting
+from draftline.data.rows import Chat, FormattedText, ParsedRow, RawRow, TokenRow, Unusable
+from draftline.data.shapes import parse_row
+from draftline.data.template import ChatTemplate
+from draftline.data.writer import DatasetWriter
+
+_CHUNK_ROWS = 512
+_SECONDS_BETWEEN_CHECKPOINTS = 5.0
+_REFUSAL_REASONS = 20
+"""Distinct messages of a template that are counted apart; further ones are counted together."""
+_REMEMBERED_ANSWERS = 200_000
+
+Progress = Callable[[int, int | None, int, int], None]
+"""Called with bytes read, all bytes (None if unknown), rows read and tokens written."""
+
+
+class Answerer(Protocol):
+    """Lets the target answer conversations."""
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        """The conversations with the target's own answers, in the order given."""
+
+    def identity(self) -> dict[str, Any]:
+        """What determines the answers, for the key of the prepared data."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How data is prepared.
+
+    Attributes:
+        max_length: longest sample, tokens; longer ones are cut.
+        truncation: the side on which they are cut.
+        mask: what is supervised.
+        template_options: keyword arguments of the chat template.
+        strip_images: take images and other media out of messages instead of dropping the row.
+        deduplicate: drop rows that are equal to an earlier one.
+        heldout: number of prompts whose rows go to `OUT/heldout` instead of training.
+        min_supervised: fewest supervised tokens of a sample.
+        split: split of Hugging Face data sets.
+        strict: fail if any row is dropped.
+        max_unreadable: largest share of rows that may be unreadable.
+    """
+
+    max_length: int = 3072
+    truncation: Literal["right", "left"] = "right"
+    mask: MaskOptions = field(default_factory=MaskOptions)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    strip_images: bool = False
+    deduplicate: bool = True
+    heldout: int = 0
+    min_supervised: int = 1
+    split: str = "train"
+    strict: bool = False
+    max_unreadable: float = 0.01
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A row with what it has become so far."""
+
+    raw: RawRow
+    parsed: ParsedRow
+    row_hash: int
+
+
+class Preparation:
+    """One run over the data; goes on from the writer's state if it has one."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: PrepareOptions,
+        answerer: Answerer | None,
+        writer: DatasetWriter,
+    ) -> None:
+        self.options, self._answerer, self._writer = options, answerer, writer
+        self.template = ChatTemplate(tokenizer, options.template_options)
+        state = writer.state or {}
+        self.accounting = Accounting.from_state(state["accounting"]) if state else Accounting()
+        self.heldout = HeldoutPrompts(options.heldout, state.get("heldout"))
+        self._sources: list[str] = state.get("sources", [])
+        self._max_id: int = state.get("max_id", -1)
+        self._seen = set(writer.seen().tolist()) if state else set[int]()
+        self._answers: Counter[int] = Counter()
+        self._special = _special_pattern(tokenizer)
+        self.saved_rows = self.accounting.rows_in
+
+    def run(self, sources: Sequence[str | Path], progress: Progress | None) -> None:
+        """Go through all rows that the state does not have yet."""
+        rows = islice(read_rows(sources, self.options.split), self.saved_rows, None)
+        size = total_bytes(sources)
+        saved = time.monotonic()
+        while chunk := list(islice(rows, _CHUNK_ROWS)):
+            self._take(chunk)
+            self.accounting.check()
+            if time.monotonic() - saved > _SECONDS_BETWEEN_CHECKPOINTS:
+                self._save()
+                saved = time.monotonic()
+            if progress is not None:
+                progress(chunk[-1].bytes_read, size, self.accounting.rows_in, self.accounting.tokens)
+        self._save()
+
+    def _save(self) -> None:
+        state = {
+            "accounting": self.accounting.as_state(),
+            "heldout": self.heldout.as_state(),
+            "sources": self._sources,
+            "max_id": self._max_id,
+        }
+        self._writer.checkpoint(state)
+        self.saved_rows = self.accounting.rows_in
+
+    def _take(self, chunk: Sequence[RawRow]) -> None:
+        items = self._answer([self._parse(raw) for raw in chunk])
+        chats = [item.parsed.conversation for item in items if isinstance(item.parsed, Chat)]
+        rendered = iter(render_conversations(self.template, chats, self.options.mask))
+        for item in items:
+            self.accounting.rows_in += 1
+            result = self._render(item.parsed, rendered)
+            if isinstance(result, RenderedConversation):
+                result = self._cut(result)
+            if isinstance(result, Unusable):
+                self.accounting.dropped.add(result.reason, item.raw.line, item.raw.source)
+            else:
+                self._keep(item, result)
+
+    def _parse(self, raw: RawRow) -> _Item:
+        if raw.fault is not None:
+            return _Item(raw, Unusable(raw.fault), 0)
+        row_hash = int(hash_json(raw.value)[:16], 16)
+        if self.options.deduplicate and row_hash in self._seen:
+            return _Item(raw, Unusable("duplicate"), row_hash)
+        self._seen.add(row_hash)
+        self._writer.add_seen(row_hash)
+        parsed = parse_row(raw.value, strip_images=self.options.strip_images)
+        if isinstance(parsed, Chat):
+            parsed = _settle_roles(self.template, parsed)
+        if isinstance(parsed, Chat):
+            parsed = _check_answers(parsed, answered_later=self._answerer is not None)
+        return _Item(raw, parsed, row_hash)
+
+    def _answer(self, items: list[_Item]) -> list[_Item]:
+        """Let the target answer all conversations of a chunk."""
+        if self._answerer is None:
+            return items
+        chats = [item for item in items if isinstance(item.parsed, Chat)]
+        answered = iter(self._answerer([item.parsed.conversation for item in chats if isinstance(item.parsed, Chat)]))
+        return [
+            replace(item, parsed=_check_answers(Chat(next(answered), item.parsed.notes), answered_later=False))
+            if isinstance(item.parsed, Chat)
+            else item
+            for item in items
+        ]
+
+    def _render(
+        self, parsed: ParsedRow, rendered: Iterator[RenderedConversation | Refusal]
+    ) -> RenderedConversation | Unusable:
+        if isinstance(parsed, Unusable):
+            return parsed
+        if isinstance(parsed, TokenRow):
+            return check_tokens(parsed, len(self.template.tokenizer))
+        if isinstance(parsed, FormattedText):
+            return render_text(self.template, parsed, self.options.mask)
+        result = next(rendered)
+        return Unusable(self._refusal_reason(result.reason)) if isinstance(result, Refusal) else result
+
+    def _refusal_reason(self, message: str) -> str:
+        reason = message[:160]
+        known = self.accounting.dropped.reasons
+        full = sum(name.startswith("template_refused") for name in known) >= _REFUSAL_REASONS
+        return reason if reason in known or not full else "template_refused"
+
+    def _cut(self, result: RenderedConversation) -> RenderedConversation | Unusable:
+        """Cut to `max_length`; the supervised tokens are counted after that."""
+        limit = self.options.max_length
+        if not result.loss_mask.any():
+            return Unusable("nothing_supervised")
+        if len(result.input_ids) > limit:
+            part = slice(0, limit) if self.options.truncation == "right" else slice(-limit, None)
+            result = replace(
+                result,
+                input_ids=result.input_ids[part],
+                loss_mask=result.loss_mask[part],
+                notes=(*result.notes, "truncated"),
+            )
+            if not result.loss_mask.any():
+                return Unusable("all_supervision_truncated")
+        if result.loss_mask.sum() < self.options.min_supervised:
+            return Unusable("too_few_supervised_tokens")
+        return result
+
+    def _keep(self, item: _Item, result: RenderedConversation) -> None:
+        raw, conversation = item.raw, item.parsed.conversation if isinstance(item.parsed, Chat) else None
+        notes = [*result.notes, *(item.parsed.notes if isinstance(item.parsed, Chat) else ())]
+        if conversation is not None:
+            notes += self._content_notes(conversation)
+            prompt_hash = int(conversation.prompt_hash()[:16], 16)
+            self.heldout.offer(prompt_hash, conversation)
+        else:
+            first = int(result.loss_mask.argmax())
+            prompt_hash = int(hash_json(result.input_ids[:first].tolist())[:16], 16)
+        for note in dict.fromkeys(notes):
+            self.accounting.flagged.add(note, raw.line, raw.source)
+        if not self._sources or self._sources[-1] != raw.source:
+            self._sources.append(raw.source)
+        self._max_id = max(self._max_id, int(result.input_ids.max()))
+        self._writer.add(result.input_ids, result.loss_mask, len(self._sources) - 1, raw.line, prompt_hash)
+        self.accounting.keep(len(result.input_ids), int(result.loss_mask.sum()), conversation)
+
+    def _content_notes(self, conversation: Conversation) -> list[str]:
+        notes = []
+        for message in conversation.messages:
+            if self._special is not None and self._special.search(message.content):
+                notes.append("special_token_in_text")
+            if message.role == "assistant" and message.finish_reason == "length":
+                notes.append("answer_cut")
+        answer = " ".join(message.content for message in conversation.messages if message.role == "assistant")
+        if answer and len(self._answers) < _REMEMBERED_ANSWERS:
+            self._answers[hash(answer)] += 1
+            if self._answers[hash(answer)] > 1:
+                notes.append("repeated_answer")
+        return notes
+
+    def meta(self) -> dict[str, Any]:
+        """What the samples were made with."""
+        tokenizer = self.template.tokenizer
+        return {
+            "sources": self._sources,
+            "max_id": self._max_id,
+            "vocab_size": len(tokenizer),
+            "tokenizer_hash": tokenizer_hash(tokenizer),
+            "template_hash": hash_json(tokenizer.chat_template),
+            "template_options": self.options.template_options,
+            "max_length": self.options.max_length,
+            "supervise": self.options.mask.supervise,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """The accounting with the shares that people ask for."""
+        counts = self.accounting.as_state()
+        duplicates = counts["dropped"].get("duplicate", {"count": 0})["count"]
+        return {
+            **counts,
+            "supervising": {"answers": "assistant answers", "last": "last assistant answer", "all": "all text"}[
+                self.options.mask.supervise
+            ],
+            "supervised_share": counts["supervised_tokens"] / counts["tokens"],
+            "duplicate_share": duplicates / counts["rows_in"],
+            "heldout_prompts": len(self.heldout.hashes),
+        }
+
+
+def _settle_roles(template: ChatTemplate, chat: Chat) -> ParsedRow:
+    """Give every message a role that the template has: `developer` speaks as the system where it lacks it."""
+    if all(message.role in ("system", "user", "assistant", "tool") for message in chat.conversation.messages):
+        return chat
+    messages: list[Message] = []
+    for message in chat.conversation.messages:
+        role = message.role
+        if role not in ("system", "user", "assistant", "tool") and not template.knows_role(role):
+            if role not in ("developer", "ipython"):
+                return Unusable(f"unknown_role: {role[:40]}")
+            role = "system" if role == "developer" else "tool"
+        messages.append(message.model_copy(update={"role": role}))
+    return Chat(chat.conversation.model_copy(update={"messages": tuple(messages)}), chat.notes)
+
+
+def _check_answers(chat: Chat, *, answered_later: bool) -> Chat | Unusable:
+    messages = chat.conversation.messages
+    if not messages:
+        return Unusable("empty")
+    if answered_later:
+        return chat if any(message.role == "user" for message in messages) else Unusable("no_user")
+    answers = [message for message in messages if message.role == "assistant"]
+    if not answers:
+        return Unusable("no_assistant")
+    if not any(message.content or message.reasoning_content or message.tool_calls for message in answers):
+        return Unusable("all_answers_empty")
+    return chat
+
+
+def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Matches the text of any token that the tokenizer treats as special; None if it has none."""
+    texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))) if texts else None

@@ -1,0 +1,153 @@
+"""The accounting of `prepare`: every row that came in is either out or dropped for a counted reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftline.data.conversations import Conversation
+from draftline.errors import DataError
+
+# Reasons that mean that a row could not even be read.
+UNREADABLE = frozenset({"not_json", "not_utf8", "not_an_object", "damaged_file", "nul_character", "lone_surrogate"})
+
+_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+_SCRIPTS = {
+    "latin": re.compile(r"[A-Za-z\u00c0-\u024f]"),
+    "han": re.compile(r"[\u3400-\u9fff]"),
+    "kana": re.compile(r"[\u3040-\u30ff]"),
+    "hangul": re.compile(r"[\uac00-\ud7af\u1100-\u11ff]"),
+    "cyrillic": re.compile(r"[\u0400-\u052f]"),
+    "arabic": re.compile(r"[\u0600-\u06ff]"),
+    "hebrew": re.compile(r"[\u0590-\u05ff]"),
+    "greek": re.compile(r"[\u0370-\u03ff]"),
+    "devanagari": re.compile(r"[\u0900-\u097f]"),
+    "thai": re.compile(r"[\u0e00-\u0e7f]"),
+}
+_SCRIPT_SAMPLE = 400
+"""Characters of an answer that are looked at to tell its script."""
+
+
+@dataclass
+class Tally:
+    """Reasons with their count and the place where each first occurred."""
+
+    reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def add(self, reason: str, line: int, source: str) -> None:
+        """Count one row under a reason."""
+        entry = self.reasons.setdefault(reason, {"count": 0, "first_line": line, "first_file": source})
+        entry["count"] += 1
+
+    @property
+    def total(self) -> int:
+        """All rows counted, under any reason."""
+        return sum(entry["count"] for entry in self.reasons.values())
+
+
+@dataclass
+class Accounting:
+    """Counts of one `prepare`; kept as plain JSON values, so that an interrupted run can go on from them."""
+
+    rows_in: int = 0
+    rows_out: int = 0
+    dropped: Tally = field(default_factory=Tally)
+    flagged: Tally = field(default_factory=Tally)
+    tokens: int = 0
+    supervised_tokens: int = 0
+    thinking: Counter[str] = field(default_factory=Counter)
+    scripts: Counter[str] = field(default_factory=Counter)
+    lengths: Counter[str] = field(default_factory=Counter)
+    turns: Counter[str] = field(default_factory=Counter)
+
+    def keep(self, length: int, supervised: int, conversation: Conversation | None) -> None:
+        """Count a row that is kept."""
+        self.rows_out += 1
+        self.tokens += length
+        self.supervised_tokens += supervised
+        self.lengths[length_bucket(length)] += 1
+        if conversation is not None:
+            answers = [message for message in conversation.messages if message.role == "assistant"]
+            thinks = any(message.reasoning_content or "</think>" in message.content for message in answers)
+            self.thinking["with_reasoning" if thinks else "without_reasoning"] += 1
+            self.scripts[script_of("".join(message.content[:_SCRIPT_SAMPLE] for message in answers))] += 1
+            for message in answers:
+                self.turns["tool_call" if message.tool_calls else "text"] += 1
+
+    def check(self) -> None:
+        """Raise if a row went missing; this would be a fault of Draftline."""
+        assert self.rows_in == self.rows_out + self.dropped.total, (self.rows_in, self.rows_out, self.dropped)
+
+    def unreadable(self) -> int:
+        """Rows that could not be read."""
+        return sum(entry["count"] for reason, entry in self.dropped.reasons.items() if reason in UNREADABLE)
+
+    def as_state(self) -> dict[str, Any]:
+        """Everything, to be restored by `from_state`."""
+        return {
+            "rows_in": self.rows_in,
+            "rows_out": self.rows_out,
+            "dropped": self.dropped.reasons,
+            "flagged": self.flagged.reasons,
+            "tokens": self.tokens,
+            "supervised_tokens": self.supervised_tokens,
+            "thinking": dict(self.thinking),
+            "scripts": dict(self.scripts),
+            "lengths": dict(self.lengths),
+            "turns": dict(self.turns),
+        }
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> Accounting:
+        """The counts of an interrupted run."""
+        return Accounting(
+            rows_in=state["rows_in"],
+            rows_out=state["rows_out"],
+            dropped=Tally(state["dropped"]),
+            flagged=Tally(state["flagged"]),
+            tokens=state["tokens"],
+            supervised_tokens=state["supervised_tokens"],
+            thinking=Counter(state["thinking"]),
+            scripts=Counter(state["scripts"]),
+            lengths=Counter(state["lengths"]),
+            turns=Counter(state["turns"]),
+        )
+
+
+def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: float) -> None:
+    """Raise `DataError` where the data is not fit to be trained on.
+
+    Raises for any drop with `strict`, for a share of unreadable rows above `max_unreadable`, and if nothing is left.
+    """
+    counts = ", ".join(f"{reason} {entry['count']}" for reason, entry in accounting.dropped.reasons.items())
+    if accounting.rows_out == 0:
+        hint = " Nothing has an answer: add --regenerate." if "no_assistant" in accounting.dropped.reasons else ""
+        raise DataError(f"none of {accounting.rows_in} rows can be used (dropped: {counts or 'nothing read'}).{hint}")
+    if strict and accounting.dropped.total:
+        raise DataError(
+            f"{accounting.dropped.total} of {accounting.rows_in} rows are dropped ({counts}); "
+            "mend them, or leave out --strict"
+        )
+    unreadable = accounting.unreadable()
+    if unreadable > max_unreadable * accounting.rows_in:
+        raise DataError(
+            f"{unreadable} of {accounting.rows_in} rows are unreadable, more than {max_unreadable:.1%} ({counts}); "
+            "mend the file, or raise --max-unreadable"
+        )
+
+
+def length_bucket(length: int) -> str:
+    """Name of the bucket of a length in tokens, by its upper end."""
+    return next((f"<= {bound}" for bound in _LENGTHS if length <= bound), f"> {_LENGTHS[-1]}")
+
+
+def script_of(text: str) -> str:
+    """The script of most letters of a text; `none` without letters of a known script."""
+    if text.isascii():
+        return "latin" if any(character.isalpha() for character in text) else "none"
+    counts = {script: len(pattern.findall(text)) for script, pattern in _SCRIPTS.items()}
+    best = max(counts, key=lambda script: counts[script])
+    return best if counts[best] else "none"

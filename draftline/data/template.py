@@ -1,0 +1,256 @@
+"""The target's own chat template, and what has to be known about it to find the answers in what it renders.
+
+Nothing here looks for the text of a role. What is learned comes from rendering a small chat of texts that occur
+nowhere else, and from comparing renderings of it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from draftline.data.conversations import Conversation, Message, hash_json
+from draftline.errors import TemplateError
+
+# What a template can raise: its own `raise_exception`, undefined names, and Python errors of its expressions.
+TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+
+# How control tokens are written, for tokenizers that do not have all of the template's among their own.
+_MARK = re.compile(r"<[^<>\s]+>")
+
+_USER, _ANSWER = "qzUSERzq{}qz", "qzANSWERzq{}qz"
+
+
+class Refused(Exception):
+    """The template itself refused a conversation; the message is the template's."""
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A rendered conversation: its text, and the character spans of generation markers if the template has them."""
+
+    text: str
+    generation_spans: tuple[tuple[int, int], ...] | None = None
+
+
+@dataclass(frozen=True)
+class TurnEnds:
+    """What the template writes around an answer.
+
+    Attributes:
+        generation_prompt: what is appended for the target to answer; empty if the template appends nothing.
+        middle: what ends an answer that another turn follows.
+        last: what ends the answer at the end of the conversation.
+    """
+
+    generation_prompt: str
+    middle: str
+    last: str
+
+
+@dataclass
+class ChatTemplate:
+    """A tokenizer's chat template with fixed options.
+
+    Attributes:
+        tokenizer: gives the template, and the ids of what it renders.
+        options: keyword arguments of the template for every conversation (`enable_thinking`, for instance).
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.tokenizer.is_fast:
+            raise TemplateError(
+                f"the tokenizer {type(self.tokenizer).__name__} gives no character offsets; "
+                "load the fast tokenizer of this target (a tokenizer.json)"
+            )
+        self._turn_ends: dict[str, TurnEnds] = {}
+
+    @cached_property
+    def source(self) -> str:
+        """Text of the template, the one for tools if there are several."""
+        if not self.tokenizer.chat_template:
+            raise TemplateError(
+                "the target's tokenizer has no chat template; "
+                "prepare data of the form {'text': ...} or {'input_ids': ...}, or use an instruct model"
+            )
+        return self.select(with_tools=True)
+
+    def select(self, *, with_tools: bool) -> str:
+        """Text of the template used with or without tools."""
+        return self.tokenizer.get_chat_template(tools=[{}] if with_tools else None)
+
+    @cached_property
+    def has_generation_markers(self) -> bool:
+        """Whether the template says itself which text the assistant generates."""
+        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+
+    @cached_property
+    def wants_text_arguments(self) -> bool:
+        """Whether the template joins the arguments of a tool call as text, or would print a Python dictionary.
+
+        Told from a call whose argument is known: either the template fails on an object, or Python's own writing of
+        a dictionary shows up in the rendering.
+        """
+        call = {"type": "function", "function": {"name": "f", "arguments": {"qzarg": "qzvalue"}}}
+        messages = [
+            {"role": "user", "content": "q"},
+            {"role": "assistant", "content": "", "tool_calls": [call | {"id": "call00000"}]},
+        ]
+        try:
+            return "'qzarg': 'qzvalue'" in self._render(messages, None, {}).text
+        except TEMPLATE_FAULTS:
+            return True
+
+    def knows_role(self, role: str) -> bool:
+        """Whether the template names this role."""
+        return re.search(rf"['\"]{re.escape(role)}['\"]", self.source) is not None
+
+    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages with the arguments of tool calls in the type that this template reads."""
+        given = [message.for_template() for message in messages]
+        for message in given:
+            for call in message.get("tool_calls", ()):
+                arguments = call["function"]["arguments"]
+                if self.wants_text_arguments and not isinstance(arguments, str):
+                    call["function"]["arguments"] = dump_arguments(arguments)
+        return given
+
+    def render(self, messages: list[dict[str, Any]], conversation: Conversation, *, ask: bool = False) -> Rendering:
+        """Render messages with the tools and options of `conversation`; `ask` appends the opening of an answer.
+
+        Raises `Refused` with the template's message where the template does not take them.
+        """
+        options = {**self.options, **conversation.template_options}
+        try:
+            return self._render(messages, list(conversation.tools) or None, options, ask=ask)
+        except TEMPLATE_FAULTS as error:
+            raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        options: dict[str, Any],
+        *,
+        ask: bool = False,
+    ) -> Rendering:
+        if not self.has_generation_markers:
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=ask, **options
+            )
+            return Rendering(str(text))
+        # The spans behind `apply_chat_template(return_assistant_tokens_mask=True)`, in characters: one span a turn,
+        # where the public call gives one mask for all turns.
+        texts, spans = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.select(with_tools=tools is not None),
+            return_assistant_tokens_mask=True,
+            add_generation_prompt=ask,
+            **{**self.tokenizer.special_tokens_map, **options},
+        )
+        return Rendering(texts[0], tuple((start, end) for start, end in spans[0]))
+
+    def turn_ends(self, conversation: Conversation) -> TurnEnds:
+        """What this template writes around an answer, given the conversation's tools and options; learned once."""
+        key = hash_json([conversation.template_options, bool(conversation.tools)])
+        if key not in self._turn_ends:
+            self._turn_ends[key] = self._learn_turn_ends(conversation)
+        return self._turn_ends[key]
+
+    def _learn_turn_ends(self, conversation: Conversation) -> TurnEnds:
+        chat = [
+            {"role": role, "content": text.format(number)}
+            for number in (1, 2)
+            for role, text in (("user", _USER), ("assistant", _ANSWER))
+        ]
+        whole = self.render(chat, conversation).text
+        first, second, question = (whole.find(text) for text in (_ANSWER.format(1), _ANSWER.format(2), _USER.format(2)))
+        if not 0 <= first < question < second:
+            raise TemplateError(
+                "the chat template does not show the answers it is given: two turns render as "
+                f"{whole!r}; the loss mask cannot be found for it"
+            )
+        after_first = whole[first + len(_ANSWER.format(1)) : question]
+        after_second = whole[second + len(_ANSWER.format(2)) :]
+        generation_prompt = self._learn_generation_prompt(chat[:1], conversation)
+        shared = self.whole_tokens(after_first, shared_start(after_first, after_second))
+        end = shared.rstrip() or shared
+        if generation_prompt is None and len(shared) < len(after_second):
+            # The template opens the next turn in any case. The headers of two roles begin with the same token.
+            end = self._without_last_token(shared)
+        if end or not after_second.strip():
+            return TurnEnds(generation_prompt or "", end, end)
+        return TurnEnds(generation_prompt or "", self._first_mark(after_first), after_second.rstrip())
+
+    def _learn_generation_prompt(self, question: list[dict[str, Any]], conversation: Conversation) -> str | None:
+        """What the template appends when asked to; None if it renders the same whether asked or not."""
+        try:
+            without = self.render(question, conversation).text
+            with_prompt = self.render(question, conversation, ask=True).text
+        except Refused:
+            return ""
+        shared = self.whole_tokens(with_prompt, shared_start(without, with_prompt))
+        return with_prompt[len(shared) :] if with_prompt != without else None
+
+    def whole_tokens(self, text: str, length: int) -> str:
+        """The longest beginning of `text`, at most `length`, that ends where a token and a mark like `<|end|>` end."""
+        for mark in _MARK.finditer(text):
+            if mark.start() < length < mark.end():
+                length = mark.start()
+        if text[:length].endswith(">"):
+            return text[:length]
+        ends = [0, *(end for _, end in self.encode([text])[0].offsets)]
+        return text[: ends[bisect.bisect_right(ends, length) - 1]]
+
+    def _first_mark(self, text: str) -> str:
+        """The text up to the end of its first special token, or of what is written like one; empty without any."""
+        stripped = text.lstrip()
+        mark = _MARK.match(stripped)
+        if mark:
+            return mark.group()
+        encoding = self.encode([stripped])[0]
+        added = self.tokenizer.get_added_vocab().values()
+        return stripped[: encoding.offsets[0][1]] if encoding.ids and encoding.ids[0] in added else ""
+
+    def _without_last_token(self, text: str) -> str:
+        marks = [mark.start() for mark in _MARK.finditer(text)]
+        return text[: marks[-1]] if marks else text
+
+    def encode(self, texts: Sequence[str]) -> list[Any]:
+        """Encodings of rendered texts, each with `ids` and `offsets`; no special token is added.
+
+        The same call that `apply_chat_template(tokenize=True)` makes, so the ids are the template's own.
+        """
+        encodings = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False).encodings
+        assert encodings is not None, "a fast tokenizer returns encodings"
+        return list(encodings)
+
+
+def dump_arguments(arguments: dict[str, Any]) -> str:
+    """Arguments of a call as the JSON text that the OpenAI interface carries."""
+    return json.dumps(arguments, ensure_ascii=False)
+
+
+def shared_start(first: str, second: str) -> int:
+    """Length of what two texts have in common at their beginning; by bisection, so at the speed of comparing them."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
