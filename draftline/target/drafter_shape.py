@@ -52,7 +52,7 @@ def resolve_drafter_config(
             num_attention_heads=heads,
             num_key_value_heads=drafter.num_key_value_heads or _key_value_heads(config, heads),
             head_dim=drafter.head_dim or _head_dim(config),
-            rms_norm_eps=_eps(config),
+            rms_norm_eps=_eps(target),
             rope_parameters=rope_parameters(config),
             max_position_embeddings=config.max_position_embeddings,
             layer_types=layer_types,
@@ -84,9 +84,8 @@ def _layer_types(drafter: DrafterConfig) -> tuple[LayerType, ...]:
         raise ConfigError(
             f"drafter.sliding_window {drafter.sliding_window} is used by no layer: set drafter.num_sliding_layers"
         )
-    first: tuple[LayerType, ...] = ("sliding_attention",) * sliding
-    rest: tuple[LayerType, ...] = ("full_attention",) * (drafter.num_layers - sliding)
-    return first + rest
+    kinds: tuple[LayerType, LayerType] = ("sliding_attention", "full_attention")
+    return tuple(kinds[layer >= sliding] for layer in range(drafter.num_layers))
 
 
 def _number(config: PretrainedConfig, name: str) -> int:
@@ -115,11 +114,14 @@ def _mlp_width(config: PretrainedConfig) -> int:
     return 3 * int(config.hidden_size) if experts or not dense else int(config.intermediate_size)
 
 
-def _eps(config: PretrainedConfig) -> float:
-    found = [float(getattr(config, name)) for name in _EPS_FIELDS if hasattr(config, name)]
-    if not found:
-        raise TargetError(f"target of type {config.model_type} does not say the eps of its norms: not supported")
-    return found[0]
+def _eps(target: Target) -> float:
+    """From the configuration, which names it in several ways, else from the final norm itself."""
+    for source, names in ((target.config, _EPS_FIELDS), (target.final_norm, ("variance_epsilon", "eps"))):
+        found = [getattr(source, name) for name in names if hasattr(source, name)]
+        for value in found:
+            if value is not None:
+                return float(value)
+    raise TargetError(f"target of type {target.config.model_type} does not say the eps of its norms: not supported")
 
 
 def _first_id(config: PretrainedConfig, name: str) -> int | None:

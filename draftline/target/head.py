@@ -124,6 +124,9 @@ def _run_probe(model: PreTrainedModel, parts: TargetParts) -> _Probe:
     ]
     try:
         logits = model(input_ids=ids, use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise TargetError(f"{type(model).__name__}: a forward on a few tokens failed: {reason}") from error
     finally:
         for handle in handles:
             handle.remove()

@@ -184,7 +184,7 @@ def resolve_device(name: str) -> torch.device:
         TargetError: no such device here.
     """
     if name == "auto":
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
     try:
         device = torch.device(name)

@@ -56,7 +56,7 @@ def find_parts(model: PreTrainedModel) -> TargetParts:
     lists = [child for child in backbone.children() if isinstance(child, nn.ModuleList) and len(child) == depth]
     if not lists:
         raise TargetError(f"{kind}: no list of {depth} decoder layers was found in {type(backbone).__name__}")
-    norms = [child for child in backbone.children() if "norm" in type(child).__name__.lower()]
+    norms = [child for child in backbone.children() if _is_norm(child, config.hidden_size)]
     if not norms:
         raise TargetError(f"{kind}: no final norm was found in {type(backbone).__name__}")
     return TargetParts(config, backbone, lists[0], norms[-1], embedding, lm_head)
@@ -85,3 +85,9 @@ def _backbone(model: nn.Module, embedding: nn.Module) -> nn.Module | None:
         if any(child is embedding for child in children) and any(isinstance(c, nn.ModuleList) for c in children):
             return module
     return None
+
+
+def _is_norm(module: nn.Module, hidden_size: int) -> bool:
+    """Told by its class and width: Gemma 4 keeps a norm of per-layer embeddings beside the final one."""
+    widths = [parameter.shape for parameter in module.parameters()]
+    return "norm" in type(module).__name__.lower() and all(width == (hidden_size,) for width in widths)

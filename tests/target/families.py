@@ -71,6 +71,16 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "gemma3": lambda: hf.Gemma3ForCausalLM(hf.Gemma3TextConfig(**_HEAD_DIM, sliding_window=8, query_pre_attn_scalar=8)),
     "gemma3-wrapper": _gemma3_wrapper,
+    "gemma4": lambda: hf.Gemma4ForCausalLM(
+        hf.Gemma4TextConfig(
+            **_HEAD_DIM,
+            global_head_dim=8,
+            num_global_key_value_heads=2,
+            vocab_size_per_layer_input=VOCAB,
+            hidden_size_per_layer_input=16,
+            final_logit_softcapping=0.5,
+        )
+    ),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_COMMON, sliding_window=8)),
     "gpt-oss": lambda: hf.GptOssForCausalLM(
         hf.GptOssConfig(**_HEAD_DIM, num_local_experts=4, num_experts_per_tok=2, sliding_window=8)

@@ -37,6 +37,13 @@ def test_every_family_gives_a_complete_drafter(family: str) -> None:
     DFlashDraftModel(config)
 
 
+def test_eps_is_read_from_the_norm_when_the_configuration_does_not_say_it() -> None:
+    target = target_of("llama")
+    target.config.__dict__["rms_norm_eps"] = None
+    target.final_norm.variance_epsilon = 3e-4
+    assert resolve_drafter_config(target, SMALL, None).rms_norm_eps == 3e-4
+
+
 def test_scales_travel_with_the_shape() -> None:
     granite = resolve_drafter_config(target_of("granite"), SMALL, None)
     assert (granite.input_embedding_scale, granite.output_multiplier) == (3.0, 0.25)
