@@ -48,9 +48,9 @@ class DataConfig(_Strict):
     path: Path | None = None
     """Folder of the prepared training data."""
     heldout_path: Path | None = None
-    """Folder of prepared held-out data; none: split off `heldout_fraction`."""
+    """Folder of prepared held-out data; none: `heldout` inside `path` if it is there, else `heldout_fraction`."""
     heldout_fraction: float = Field(0.05, ge=0.0, lt=1.0)
-    """Share of conversations kept out of training when no `heldout_path` is given."""
+    """Share of the distinct prompts kept out of training when there is no held-out folder."""
     max_length: int = Field(3072, ge=2)
     """Longest conversation, tokens; longer ones are cut on the right."""
 
@@ -130,6 +130,8 @@ class TrainConfig(_Strict):
     """Steps."""
     eval_every: int = Field(200, ge=1)
     """Steps between evaluations on held-out data; there is always one at the end."""
+    eval_conversations: int = Field(256, ge=1)
+    """Most held-out conversations that an evaluation reads; always the same ones."""
     save_every: int = Field(200, ge=1)
     """Steps between checkpoints; there is always one at the end."""
     keep_last: int = Field(2, ge=1)
@@ -151,6 +153,8 @@ class PipelineConfig(_Strict):
     """Most bytes of captured rows that wait for the drafter. A single larger row still passes, alone."""
     send: Literal["target_ids", "last_hidden"] = "target_ids"
     """What travels beside the captured layers: the target's greedy ids (few bytes), or its last hidden states."""
+    states_path: Path | None = None
+    """Folder for captured states: captured once, then read by every pass, and by later runs that want the same."""
     target_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens in one forward of the target."""
     threads_per_loop: int | None = Field(None, ge=1)

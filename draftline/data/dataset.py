@@ -116,6 +116,11 @@ class PreparedDataset:
         return self.rows["supervised"].astype(np.int64)
 
     @property
+    def prompt_hashes(self) -> NDArray[np.uint64]:
+        """[n] equal for samples whose prompts are the same."""
+        return self.rows["prompt_hash"]
+
+    @property
     def fingerprint(self) -> str:
         """Identity of the content: changes with the data, the template, the tokenizer and the options."""
         return str(self.meta["fingerprint"])

@@ -130,15 +130,18 @@ def heldout_rows(sample_ids: IntArray, lengths: IntArray, tokens_per_row: int) -
     ]
 
 
-def split_heldout(count: int, fraction: float) -> tuple[IntArray, IntArray]:
-    """Divide `count` conversations into those to train on and those held out, both in ascending order.
+def split_heldout(prompt_hashes: NDArray[np.uint64], fraction: float) -> tuple[IntArray, IntArray]:
+    """Divide conversations into those to train on and those held out, both in ascending order.
 
-    The choice depends on nothing but the two arguments, so runs with different seeds share their held-out set. At
-    least one is held out if `fraction` is above 0, and at least one is left to train on.
+    A share of the distinct prompts is held out, with all their conversations, so no prompt is on both sides. The
+    choice depends on nothing but the arguments: runs with different seeds share their held-out set. At least one
+    prompt is held out if `fraction` is above 0, and at least one is left to train on.
     """
-    wanted = min(max(round(count * fraction), 1), count - 1) if fraction > 0 else 0
-    order = np.random.default_rng(count).permutation(count)
-    return np.sort(order[wanted:]), np.sort(order[:wanted])
+    distinct, prompt = np.unique(prompt_hashes, return_inverse=True)
+    wanted = min(max(round(len(distinct) * fraction), 1), len(distinct) - 1) if fraction > 0 else 0
+    chosen = np.random.default_rng(len(distinct)).permutation(len(distinct))[:wanted]
+    held = np.isin(prompt, chosen)
+    return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 def _check_lengths(sample_ids: IntArray, lengths: IntArray) -> None:

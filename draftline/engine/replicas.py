@@ -1,10 +1,17 @@
-"""A target of its own for each loop, at the price of one."""
+"""A target of its own for each loop, at the price of one, and the target's ends for the drafter's device."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
+from dataclasses import replace
 
-from draftline.target.model import Target, build_target
+import torch
+from torch import Tensor
+
+from draftline.config import TargetConfig
+from draftline.target.model import Target, build_target, load_target, resolve_device
+from draftline.train.step import FrozenTarget
 
 
 def share_weights(target: Target) -> Target:
@@ -15,3 +22,36 @@ def share_weights(target: Target) -> Target:
     parameters: dict[int, object] = {id(parameter): parameter for parameter in target.model.parameters()}
     model = copy.deepcopy(target.model, parameters)
     return build_target(target.name, model, target.tokenizer)
+
+
+def loop_targets(target: Target, config: TargetConfig, devices: Sequence[str]) -> list[Target]:
+    """One target per device named, no two of which (nor `target` itself) share a module.
+
+    Arguments:
+        target: already loaded; serves the loops on its own device.
+        config: how to load it on other devices, once for each.
+
+    Raises:
+        TargetError: a device cannot be used, or the target does not fit on it.
+    """
+    loaded = {target.device: target}
+    for name in devices:
+        device = resolve_device(name)
+        if device not in loaded:
+            loaded[device] = load_target(config.model_copy(update={"device": name}))
+    return [share_weights(loaded[resolve_device(name)]) for name in devices]
+
+
+def frozen_target(target: Target, device: torch.device) -> FrozenTarget:
+    """Embedding and head on the drafter's device: the target's own modules there, else a copy of just these.
+
+    Embeddings come as float32, the precision of the drafter's residual stream.
+    """
+    if device != target.device:
+        embedding, head = copy.deepcopy((target.embedding, target.head))
+        target = replace(target, parts=replace(target.parts, embedding=embedding.to(device)), head=head.to(device))
+
+    def embed(ids: Tensor) -> Tensor:
+        return target.embed(ids).float()
+
+    return FrozenTarget(embed=embed, head=target.head)

@@ -30,7 +30,7 @@ from torch import Tensor
 from draftline.config import DFlashConfig, RunConfig
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError
-from draftline.storage import new_folder, point_link, remove_folder, remove_leftovers, storage_errors
+from draftline.storage import new_folder, point_link, remove_folder, remove_leftovers
 from draftline.train.state import TrainState, TrainStateJson
 
 FORMAT_VERSION = 1
@@ -172,9 +172,6 @@ class CheckpointStore:
         self._run_folder = run_folder
         self._folder = run_folder / "checkpoints"
         self._keep_last = keep_last
-        with storage_errors(self._folder):
-            self._folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(self._folder)
 
     def save(self, checkpoint: Checkpoint) -> Path:
         """Write a checkpoint unless its step has one, move `last` and `best`, delete what need not be kept.
@@ -183,6 +180,7 @@ class CheckpointStore:
             StorageError: the disk is full or refuses; all earlier checkpoints are intact.
         """
         folder = self._of_step(checkpoint.state.step)
+        remove_leftovers(self._folder)
         if not folder.exists():
             write_checkpoint(folder, checkpoint)
         self.point_links(checkpoint.state)
@@ -204,7 +202,7 @@ class CheckpointStore:
             point_link(self._run_folder / "best", self._of_step(state.best_step))
 
     def _steps(self) -> list[int]:
-        matches = (_STEP_FOLDER.fullmatch(path.name) for path in self._folder.iterdir())
+        matches = (_STEP_FOLDER.fullmatch(path.name) for path in self._folder.glob("step-*"))
         return sorted(int(match[1]) for match in matches if match)
 
     def _of_step(self, step: int) -> Path:

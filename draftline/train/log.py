@@ -63,7 +63,7 @@ class JsonLines:
     def write(self, record: Record) -> None:
         """Append one line; it is readable by others at once."""
         with storage_errors(self._path):
-            self._file.write(json.dumps(_without_nan(record)) + "\n")
+            self._file.write(json.dumps(without_nan(record)) + "\n")
             self._file.flush()
 
     def sync(self) -> None:
@@ -204,12 +204,12 @@ def _whole_lines(path: Path) -> list[str]:
     return whole
 
 
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: None says that there was nothing to divide by."""
+def without_nan(value: Any) -> Any:
+    """JSON has no NaN: None says that there was nothing to divide by. Dictionaries and lists are copied."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -36,6 +36,11 @@ def leave_device(batch: PackedBatch, destination: torch.device) -> PackedBatch:
     return copied
 
 
+def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
+    """A row on a device; the tensors that are there already are not copied."""
+    return _map_tensors(batch, lambda tensor: tensor.to(device))
+
+
 @dataclass(frozen=True)
 class _InFlight:
     """A row whose copy has been started. `ready` fires when it is complete."""
@@ -64,7 +69,7 @@ class DeviceStage:
             batch = self._source.get()
             if batch is None:
                 raise StopIteration
-            return _map_tensors(batch, lambda tensor: tensor.to(self._device))
+            return to_device(batch, self._device)
         current = self._ahead or self._start_copy(self._source.get(), self._stream)
         if current is None:
             raise StopIteration

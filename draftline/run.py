@@ -1,0 +1,375 @@
+"""Assemble a training run from its settings: the only place, with the engines, that knows both halves.
+
+settings -> data, target -> drafter's shape -> run folder -> drafter (or checkpoint) -> engine -> loop
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from draftline.config import DFlashConfig, RunConfig
+from draftline.data.dataset import PreparedDataset
+from draftline.data.sampler import IntArray, Sampler, heldout_rows, split_heldout
+from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop
+from draftline.engine.inline import InlineEngine
+from draftline.engine.replicas import frozen_target, loop_targets
+from draftline.engine.rows import CaptureLoop, Samples, make_rows
+from draftline.engine.signals import stop_on_signals
+from draftline.engine.threads import ThreadsEngine
+from draftline.errors import ConfigError, DataError
+from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
+from draftline.progress import counting
+from draftline.records import Sample, StepMetrics
+from draftline.target.drafter_shape import resolve_drafter_config
+from draftline.target.loop import TargetForwardLoop
+from draftline.target.model import Target, load_target, resolve_device
+from draftline.train.checkpoint import CheckpointStore, read_checkpoint
+from draftline.train.display import open_display
+from draftline.train.drafter import Drafter
+from draftline.train.estimate import check_disk, estimate_run
+from draftline.train.log import Record, RunLog, metrics_record, without_nan
+from draftline.train.loop import DrafterTrainLoop, LoopParts
+from draftline.train.run_folder import check_run_folder, check_same_run, write_identity
+from draftline.train.state import TrainState
+from draftline.transfer.stage import DeviceStage, RowSource, to_device
+from draftline.transfer.statistics import PipelineStatistics
+from draftline.transfer.store import StatesStore, fill_store, loop_identity
+
+HELDOUT_FOLDER = "heldout"
+"""Where `draftline prepare` puts what it keeps out, inside the prepared folder."""
+
+WALKED_ANSWERS = 32
+"""Held-out answers over which an evaluation walks for the teacher-forced acceptance length."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended.
+
+    Attributes:
+        folder: the run folder.
+        step: optimiser steps done.
+        tokens: row positions seen.
+        seconds: wall-clock time, earlier sessions included.
+        best_step: step of the best checkpoint by held-out streak.
+        heldout: figures of the last evaluation of this session, empty if there was none.
+    """
+
+    folder: Path
+    step: int
+    tokens: int
+    seconds: float
+    best_step: int | None
+    heldout: Record
+
+    def to_json(self) -> Record:
+        """Plain values, None where there was nothing to divide by."""
+        return without_nan({**asdict(self), "folder": str(self.folder)})
+
+
+class Conversations(Samples, Protocol):
+    """A prepared data set."""
+
+    @property
+    def lengths(self) -> IntArray:
+        """Tokens of each conversation."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the contents."""
+
+    @property
+    def prompt_hashes(self) -> NDArray[np.uint64]:
+        """Equal where the prompts are."""
+
+    def used_token_ids(self) -> Tensor:
+        """[highest id + 1] bool, true for ids that occur."""
+
+    def __len__(self) -> int: ...
+
+
+class Engine(RowSource, AbstractContextManager["Engine"], Protocol):
+    """Makes rows while its block runs."""
+
+    def statistics(self) -> PipelineStatistics: ...
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Conversations of a run: a data set and the numbers of those that are used, for training and held out."""
+
+    training: Conversations
+    training_ids: IntArray
+    heldout: Conversations
+    heldout_ids: IntArray
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the contents, wherever they lie."""
+        parts = [self.training.fingerprint]
+        if self.heldout is not self.training:
+            parts.append(self.heldout.fingerprint)
+        return "+".join(parts)
+
+
+def train_run(config: RunConfig, out: Path, *, resume: bool = False) -> RunResult:
+    """Train a drafter, or continue to; everything is written into the folder `out`.
+
+    Raises:
+        ConfigError: a setting cannot be met, or contradicts the run that is to be continued.
+        StorageError: `out` is in use, or the disk is full.
+        DataError, TargetError, CheckpointError: see their modules.
+        Interrupted: Ctrl-C or SIGTERM; the state was saved.
+        PipelineError: a target loop failed; the state was saved.
+    """
+    check_run_folder(out, config, resume)
+    if config.data.path is None:
+        raise ConfigError("data.path is not set: give the folder that `draftline prepare` wrote")
+    training = PreparedDataset.open(config.data.path)
+    heldout_path = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
+    heldout = PreparedDataset.open(heldout_path) if config.data.heldout_path or heldout_path.exists() else None
+    return train_on(config, out, choose_conversations(config, training, heldout), load_target(config.target), resume)
+
+
+def train_on(config: RunConfig, out: Path, data: RunData, target: Target, resume: bool) -> RunResult:
+    """The same with data and target already in memory."""
+    check_run_folder(out, config, resume)
+    _check_data_fits(data, target)
+    shape = resolve_drafter_config(target, config.drafter, data.training.used_token_ids())
+    longest = max(int(conversations.lengths.max(initial=0)) for conversations in (data.training, data.heldout))
+    estimate = estimate_run(config, shape, target.dtype.itemsize, longest)
+    _say(estimate.sentence())
+    check_disk(out, estimate)
+    run = TrainingRun(config, out, data, target, shape)
+    if resume:
+        run.restore()
+    return run.train()
+
+
+def choose_conversations(config: RunConfig, training: Conversations, heldout: Conversations | None) -> RunData:
+    """Decide what is trained on and what is held out; without held-out data some training data is kept back.
+
+    Raises:
+        ConfigError: a conversation is longer than `data.max_length`.
+    """
+    if heldout is None:
+        heldout = training
+        training_ids, heldout_ids = split_heldout(training.prompt_hashes, config.data.heldout_fraction)
+    else:
+        training_ids, heldout_ids = np.arange(len(training)), np.arange(len(heldout))
+    for conversations in (training, heldout):
+        longest = int(conversations.lengths.max(initial=0))
+        if longest > config.data.max_length:
+            raise ConfigError(
+                f"data.max_length is {config.data.max_length}, the longest conversation has {longest} tokens: "
+                "raise it, or prepare the data again with --max-length"
+            )
+    return RunData(training, training_ids, heldout, heldout_ids[: config.train.eval_conversations])
+
+
+class TrainingRun:
+    """The parts of one run, and where it stands.
+
+    Arguments:
+        folder: run folder; nothing is written before `train`.
+    """
+
+    def __init__(self, config: RunConfig, folder: Path, data: RunData, target: Target, shape: DFlashConfig) -> None:
+        self._config, self._folder, self._data, self._target, self._shape = config, folder, data, target, shape
+        self._device = drafter_device(config.train.device)
+        self._sampler = Sampler(
+            sample_ids=data.training_ids,
+            lengths=data.training.lengths[data.training_ids],
+            tokens_per_row=config.train.tokens_per_row,
+            rows_per_step=config.train.rows_per_step,
+            epochs=config.train.epochs,
+            max_steps=config.train.max_steps,
+            seed=config.train.seed,
+        )
+        self._drafter = Drafter(
+            config=config,
+            shape=shape,
+            total_steps=self._sampler.total_steps,
+            frozen=frozen_target(target, self._device),
+            device=self._device,
+        )
+        self._checkpoints = CheckpointStore(folder, config.train.keep_last)
+        self._state = TrainState(StepMetrics.zero(shape.block_size))
+        self._stores: dict[str, StatesStore] = {}
+        self._heldout: Record = {}
+
+    def restore(self) -> None:
+        """Continue from the newest checkpoint; without one, start at the beginning.
+
+        Raises:
+            CheckpointError: it is damaged, or of another run.
+            ConfigError: a setting contradicts it.
+        """
+        newest = self._checkpoints.newest()
+        if newest is None:
+            _say(f"{self._folder} has no checkpoint yet: starting at step 0")
+            return
+        checkpoint = read_checkpoint(newest)
+        check_same_run(newest, checkpoint, self._config, self._shape, self._data.fingerprint)
+        self._drafter.restore(checkpoint, newest)
+        self._state = checkpoint.state
+        self._checkpoints.point_links(self._state)
+        _say(f"continuing after step {self._state.step} of {self._sampler.total_steps}")
+
+    def train(self) -> RunResult:
+        """Run the loops to the end."""
+        loops, cores = self._target_devices(), available_cores()
+        threads = threads_per_loop(cores, len(loops), self._config.pipeline.threads_per_loop)
+        _say(f"{cores} core(s), {len(loops)} target loop(s): {threads} thread(s) for each of them and for the drafter")
+        self._write_identity({"first_step": self._state.step, "cores": cores, "threads_per_loop": threads})
+        with ExitStack() as stack:
+            stack.enter_context(intra_op_threads(threads))
+            engine = self._engine(threads)
+            self._source(self._data.heldout, self._target)  # what fills stores comes before signals wait for a step
+            stop_requested = stack.enter_context(stop_on_signals())
+            stack.enter_context(engine)
+            log = stack.enter_context(closing(self._log(engine)))
+            parts = LoopParts(self._drafter.step, self._evaluate, partial(self._save, log), stop_requested, log)
+            DrafterTrainLoop(
+                rows=DeviceStage(engine, self._device),
+                parts=parts,
+                config=self._config.train,
+                total_steps=self._sampler.total_steps,
+                state=self._state,
+            ).run()
+        state = self._state
+        return RunResult(self._folder, state.step, state.tokens, state.seconds, state.best_step, self._heldout)
+
+    def _engine(self, threads: int) -> Engine:
+        samples, first = self._data.training, self._state.next_row
+        plans = self._sampler.plans(first)
+        if self._config.pipeline.mode == "inline":
+            return InlineEngine(loop=self._source(samples, self._target), samples=samples, plans=plans)
+        targets = loop_targets(self._target, self._config.target, self._target_devices())
+        return ThreadsEngine(
+            loops=[self._source(samples, target) for target in targets],
+            samples=samples,
+            plans=plans,
+            first_row=first,
+            queue_bytes=self._config.pipeline.queue_bytes,
+            destination=self._device,
+            intra_op_threads=threads,
+        )
+
+    def _target_devices(self) -> Sequence[str]:
+        """Device of each target loop; in mode `inline` there is one loop, in the drafter's thread."""
+        pipeline = self._config.pipeline
+        count = pipeline.target_loops if pipeline.mode == "threads" else 1
+        devices = pipeline.target_devices or (str(self._target.device),) * count
+        if len(devices) != count:
+            raise ConfigError(f"pipeline.target_devices names {len(devices)} devices for {count} target loop(s)")
+        return devices
+
+    def _source(self, conversations: Conversations, target: Target) -> CaptureLoop:
+        """What gives the states of conversations: the target, or a store that it has filled."""
+        pipeline = self._config.pipeline
+        loop = TargetForwardLoop(target, self._shape.target_layer_ids, pipeline.send, pipeline.target_batch_tokens)
+        if pipeline.states_path is None:
+            return loop
+        data = conversations.fingerprint
+        if data not in self._stores:
+            store = StatesStore(pipeline.states_path / data[:16], loop_identity(loop, data), conversations.lengths)
+            with counting("capturing") as on_progress:
+                fill_store(store, loop, conversations, on_progress)
+            self._stores[data] = store
+        return self._stores[data]
+
+    def _evaluate(self) -> Record:
+        """Figures on held-out conversations, empty if there are none."""
+        heldout, ids = self._data.heldout, self._data.heldout_ids
+        plans = heldout_rows(ids, heldout.lengths[ids], self._config.train.tokens_per_row)
+        rows = make_rows(plans, heldout, self._source(heldout, self._target))
+        parts = (self._drafter.measure(to_device(row, self._device)) for row in rows)
+        metrics = StepMetrics.total(parts, self._shape.block_size)
+        if plans:
+            self._heldout = metrics_record(metrics, self._config.loss)
+            self._heldout["teacher_forced_acceptance_length"] = self._walk()
+        return self._heldout
+
+    def _walk(self) -> float:
+        """Teacher-forced acceptance length over some held-out answers; NaN where the devices differ."""
+        if self._target.device != self._device:
+            return math.nan
+        ids = self._data.heldout_ids[:WALKED_ANSWERS].tolist()
+        answers = [split_last_answer(self._data.heldout[sample_id]) for sample_id in ids]
+        walks = teacher_forced_walk(
+            self._target,
+            self._drafter.model,
+            [(prompt, answer) for prompt, answer in answers if len(answer) > 1],
+            self._config.pipeline.target_batch_tokens,
+        )
+        return Acceptance.total(walks).length
+
+    def _save(self, log: RunLog, state: TrainState) -> None:
+        """Write a checkpoint, unless nothing has been learned yet."""
+        if state.step:
+            log.sync()
+            self._checkpoints.save(self._drafter.checkpoint(state, self._data.fingerprint))
+
+    def _log(self, engine: Engine) -> RunLog:
+        return RunLog(
+            folder=self._folder,
+            state=self._state,
+            learning_rate=self._drafter.learning_rate,
+            loss=self._config.loss,
+            statistics=engine.statistics,
+            display=open_display(self._state.step, self._sampler.total_steps),
+        )
+
+    def _write_identity(self, session: dict[str, int]) -> None:
+        data = {
+            "fingerprint": self._data.fingerprint,
+            "conversations": len(self._data.training_ids),
+            "heldout_conversations": len(self._data.heldout_ids),
+            "rows": self._sampler.total_rows,
+            "steps": self._sampler.total_steps,
+        }
+        write_identity(self._folder, self._config, self._shape, data, session)
+
+
+def drafter_device(name: str) -> torch.device:
+    """`auto` is the last accelerator (the first is the target's) if there is one, else the CPU."""
+    if name == "auto" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.device_count() - 1)
+    return resolve_device(name)
+
+
+def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
+    """Ids before the last answer of a conversation, and of that answer; both empty if there is no answer."""
+    supervised = sample.loss_mask.tolist()
+    end = len(supervised) - supervised[::-1].index(True) if any(supervised) else 0
+    start = end
+    while start and supervised[start - 1]:
+        start -= 1
+    ids = sample.input_ids.tolist()
+    return ids[:start], ids[start:end]
+
+
+def _check_data_fits(data: RunData, target: Target) -> None:
+    highest = max(len(conversations.used_token_ids()) for conversations in (data.training, data.heldout)) - 1
+    if highest >= target.vocab_size:
+        raise DataError(
+            f"the data has token {highest}, target {target.name} knows 0..{target.vocab_size - 1}: "
+            "prepare the data with this target"
+        )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,116 @@
+"""The drafter of a run: weights and optimiser together, and what one step does to them.
+
+Everything that a run adds to the bare `train_step` is here: the rate of the step, the anchors of its rows, the
+precision of its device; and what of it goes into a checkpoint and comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from draftline.config import DFlashConfig, RunConfig
+from draftline.draft.anchors import draw_anchors
+from draftline.draft.attention import attention_class
+from draftline.draft.model import DFlashDraftModel
+from draftline.records import PackedBatch, StepMetrics
+from draftline.train.checkpoint import (
+    Checkpoint,
+    load_weights,
+    random_states,
+    restore_random_states,
+)
+from draftline.train.optim import (
+    build_optimizer,
+    learning_rate,
+    optimizer_tensors,
+    restore_optimizer,
+    set_learning_rate,
+)
+from draftline.train.state import TrainState
+from draftline.train.step import FrozenTarget, StepResult, row_loss, train_step
+
+
+class Drafter:
+    """A drafter in training.
+
+    Arguments:
+        config: settings of the run.
+        shape: of the drafter.
+        total_steps: of the run, for the learning rate.
+        frozen: embedding and head of the target, on `device`.
+        device: where the drafter trains.
+
+    Raises:
+        ConfigError: the attention that was asked for does not run on the device.
+    """
+
+    def __init__(
+        self, *, config: RunConfig, shape: DFlashConfig, total_steps: int, frozen: FrozenTarget, device: torch.device
+    ) -> None:
+        self._config, self._total_steps, self._frozen, self._device = config, total_steps, frozen, device
+        self._attention = attention_class(config.train.attention, device)
+        torch.manual_seed(config.train.seed)
+        self.model = DFlashDraftModel(shape)
+        self.model.init_weights(torch.Generator().manual_seed(config.train.seed))
+        self.model.to(device)
+        self.optimizer = build_optimizer(self.model, config.optim)
+
+    def learning_rate(self, step: int) -> float:
+        """Rate of the update number `step`, from 0."""
+        return learning_rate(step, self._total_steps, self._config.optim)
+
+    def step(self, batches: Sequence[PackedBatch]) -> StepResult:
+        """Move the weights by the rows of one optimiser step."""
+        set_learning_rate(self.optimizer, self.learning_rate(batches[0].step))
+        with self._precision():
+            return train_step(
+                draft_model=self.model,
+                batches=batches,
+                anchors=[self._anchors(batch) for batch in batches],
+                frozen=self._frozen,
+                optimizer=self.optimizer,
+                loss=self._config.loss,
+                attention=self._attention,
+                clip_norm=self._config.optim.clip_norm,
+            )
+
+    @torch.no_grad()
+    def measure(self, batch: PackedBatch) -> StepMetrics:
+        """Metrics of a held-out row; its anchors are the same in every evaluation, because its epoch is."""
+        with self._precision():
+            anchors = self._anchors(batch)
+            return row_loss(self.model, batch, anchors, self._frozen, self._config.loss, self._attention)[1]
+
+    def checkpoint(self, state: TrainState, data_fingerprint: str) -> Checkpoint:
+        """The present moment, to be written before the next step."""
+        return Checkpoint(
+            weights=self.model.state_dict(),
+            moments=optimizer_tensors(self.optimizer, self.model),
+            random=random_states(),
+            state=state,
+            run_config=self._config,
+            drafter_config=self.model.config,
+            data_fingerprint=data_fingerprint,
+        )
+
+    def restore(self, checkpoint: Checkpoint, folder: Path) -> None:
+        """Put everything back as it was; `folder` is named in messages.
+
+        Raises:
+            CheckpointError: a tensor does not fit.
+        """
+        load_weights(self.model, checkpoint.weights, folder)
+        restore_optimizer(self.optimizer, self.model, checkpoint.moments)
+        restore_random_states(checkpoint.random)
+
+    def _anchors(self, batch: PackedBatch) -> Tensor:
+        return draw_anchors(batch, self._config.train.num_anchors, self._config.train.seed)
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """float32 on CPU; elsewhere matrix products in bfloat16, weights and optimiser still in float32."""
+        return nullcontext() if self._device.type == "cpu" else torch.autocast(self._device.type, torch.bfloat16)
