@@ -1,0 +1,266 @@
+"""DAT: are the rows what the target's own text looks like, and is the right part of them supervised?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from draftline.audit.finding import NotApplicable, Problem, check
+from draftline.audit.probe import Probe
+from draftline.audit.reference import target_forward
+from draftline.audit.subject import PreparedData
+from draftline.records import Sample
+
+_LOW_AGREEMENT = 0.8
+"""Below this share of answer tokens that the target would have written itself, its own answers teach much more."""
+
+_ROWS_READ = 16
+"""Conversations run through the target to measure agreement."""
+
+
+@check("DAT001", "a packed row is not its conversations one after another", needs=("TGT001",))
+def packed_row(probe: Probe) -> Problem | None:
+    packed, row = probe.subject.pack(probe.plan, probe.reference_captured), probe.row
+    mend = "concatenate real tokens in the order of the plan, number documents, restart positions in each"
+    if packed.sample_ids != row.sample_ids:
+        return Problem(f"sample ids {packed.sample_ids}, planned {row.sample_ids}", mend)
+    numbers = ("sequence_number", "step", "last_of_step", "epoch")
+    for name in numbers:
+        if getattr(packed, name) != getattr(row, name):
+            return Problem(f"{name} is {getattr(packed, name)}, planned {getattr(row, name)}", mend)
+    found, wanted = packed.tensors(), row.tensors()
+    for name, tensor in wanted.items():
+        other = found.get(name)
+        if other is None or other.shape != tensor.shape:
+            return Problem(
+                f"{name} is {None if other is None else list(other.shape)}, wanted {list(tensor.shape)}", mend
+            )
+        if not torch.equal(other.to(tensor), tensor):
+            return Problem(f"{name} differs at {_first_difference(other.to(tensor), tensor)}", mend)
+    return None
+
+
+@check("DAT002", "too little of the data is supervised")
+def supervised_share(probe: Probe) -> Problem | None:
+    samples = _data(probe).samples
+    tokens = sum(len(sample) for sample in samples)
+    supervised = sum(int(sample.loss_mask.sum()) for sample in samples)
+    empty = sum(not sample.loss_mask.any() for sample in samples)
+    mend = "prepare the data again: the answers were not found in the rendered conversations, or cut off by max_length"
+    probe.notes.append(f"data: {supervised} of {tokens} tokens in {len(samples)} conversations read are supervised")
+    if empty:
+        return Problem(f"{empty} of {len(samples)} conversations have no supervised token", mend)
+    if supervised < 0.02 * tokens:
+        return Problem(f"{supervised} of {tokens} tokens are supervised ({supervised / tokens:.2%})", mend)
+    return None
+
+
+@check("DAT003", "supervised spans do not begin where the template begins an answer")
+def span_starts(probe: Probe) -> Problem | None:
+    header = _answer_header(probe)
+    starts = [(sample, start) for sample in _data(probe).samples for start in _span_starts(sample)]
+    wrong = [(s, t) for s, t in starts if s.input_ids[max(0, t - len(header)) : t].tolist() != header]
+    if len(wrong) <= 0.05 * len(starts):
+        return None
+    sample, start = wrong[0]
+    tokenizer = probe.subject.target.require_tokenizer()
+    before = tokenizer.decode(sample.input_ids[max(0, start - 6) : start])
+    after = tokenizer.decode(sample.input_ids[start : start + 6])
+    return Problem(
+        f"{len(wrong)} of {len(starts)} supervised spans do not follow {tokenizer.decode(header)!r}; in sample "
+        f"{sample.sample_id} one begins {before!r} | {after!r}",
+        "prepare the data again with this target's own chat template; look at it with `draftline inspect`",
+    )
+
+
+@check("DAT004", "the end of the answer is not supervised")
+def answer_ends(probe: Probe) -> Problem | None:
+    end_ids = _turn_end_ids(probe)
+    ends = [
+        int(sample.input_ids[t])
+        for sample in _data(probe).samples
+        for t in range(len(sample))
+        if sample.loss_mask[t] and (t + 1 == len(sample) or not sample.loss_mask[t + 1])
+    ]
+    right = sum(end in end_ids for end in ends)
+    if right >= 0.5 * len(ends):
+        return None
+    return Problem(
+        f"{right} of {len(ends)} supervised spans end with an end-of-turn token {sorted(end_ids)}",
+        "supervise the token that ends each turn: drafters are weakest where they never saw it; check max_length",
+        "warning",
+    )
+
+
+@check("DAT005", "the target would not have written these answers")
+def own_answers(probe: Probe) -> Problem | None:
+    agree = counted = 0
+    for sample in _data(probe).samples[:_ROWS_READ]:
+        next_ids = target_forward(probe.subject.target, sample.input_ids).next_ids.cpu()
+        places = sample.loss_mask[1:]
+        agree += int(((next_ids[:-1] == sample.input_ids[1:]) & places).sum())
+        counted += int(places.sum())
+    if not counted:
+        raise NotApplicable("nothing is supervised")
+    probe.notes.append(
+        f"the target's greedy token is that of the data at {agree / counted:.1%} of {counted} answer tokens"
+    )
+    if agree >= _LOW_AGREEMENT * counted:
+        return None
+    return Problem(
+        f"its greedy next token is that of the data at {agree / counted:.1%} of {counted} answer tokens; its own "
+        "answers give over 95 %, and about twice the acceptance",
+        "draftline prepare --regenerate",
+        "warning",
+    )
+
+
+@check("DAT006", "token ids are not those that the target's template gives")
+def token_ids(probe: Probe) -> Problem | None:
+    target, samples = probe.subject.target, _data(probe).samples
+    mend = "prepare the data again with this target's own tokenizer and unmodified chat template"
+    highest = max(int(sample.input_ids.max()) for sample in samples)
+    lowest = min(int(sample.input_ids.min()) for sample in samples)
+    if highest >= target.vocab_size or lowest < 0:
+        return Problem(f"ids {lowest}..{highest} for a table of {target.vocab_size} rows", mend)
+    bos = getattr(target.tokenizer or target.config, "bos_token_id", None)
+    doubled = [s.sample_id for s in samples if bos is not None and s.input_ids[:2].tolist() == [bos, bos]]
+    if doubled:
+        return Problem(f"{len(doubled)} of {len(samples)} conversations begin with two BOS tokens ({bos})", mend)
+    return None
+
+
+@check("DAT007", "conversations are repeated, or held-out ones are trained on")
+def repeated(probe: Probe) -> Problem | None:
+    data = _data(probe)
+    train = Counter(tuple(sample.input_ids.tolist()) for sample in data.samples)
+    shared = sum(tuple(sample.input_ids.tolist()) in train for sample in data.heldout)
+    if shared:
+        return Problem(
+            f"{shared} of {len(data.heldout)} held-out conversations are also trained on",
+            "split by prompt: draftline prepare removes duplicates first",
+        )
+    copies = sum(train.values()) - len(train)
+    if copies > 0.2 * len(data.samples):
+        return Problem(
+            f"{copies} of {len(data.samples)} conversations are copies of another", "remove duplicates", "warning"
+        )
+    return None
+
+
+@check("DAT008", "many conversations are too short for a block")
+def long_enough(probe: Probe) -> Problem | None:
+    samples = _data(probe).samples
+    useless = sum(not (s.loss_mask[:-1] & s.loss_mask[1:]).any() for s in samples)
+    if useless <= 0.2 * len(samples):
+        return None
+    return Problem(
+        f"{useless} of {len(samples)} conversations have no two supervised tokens in a row, so no anchor",
+        "use longer answers: these conversations teach nothing",
+        "warning",
+    )
+
+
+@check("DAT009", "conversations are longer than the target's or the drafter's positions")
+def within_positions(probe: Probe) -> Problem | None:
+    limit = probe.subject.draft_model.config.max_position_embeddings
+    longest = max(len(sample) for sample in _data(probe).samples)
+    if longest <= limit:
+        return None
+    return Problem(f"the longest has {longest} tokens, positions end at {limit}", f"data.max_length={limit}")
+
+
+@check("DAT010", "rows of the data files are not accounted for")
+def accounted(probe: Probe) -> Problem | None:
+    data = _data(probe)
+    report = data.report
+    if not {"rows_in", "rows_out", "dropped"} <= report.keys():
+        raise NotApplicable("no report of `draftline prepare` comes with the data")
+    dropped = sum(int(entry["count"]) for entry in report["dropped"].values())
+    if report["rows_in"] != report["rows_out"] + dropped:
+        return Problem(
+            f"{report['rows_in']} rows in, {report['rows_out']} out and {dropped} dropped with a reason: "
+            f"{report['rows_in'] - report['rows_out'] - dropped} are missing",
+            "prepare the data again",
+        )
+    if dropped > 0.5 * report["rows_in"]:
+        reasons = ", ".join(f"{name} {entry['count']}" for name, entry in report["dropped"].items())
+        return Problem(
+            f"{dropped} of {report['rows_in']} rows were dropped: {reasons}", "mend the data files", "warning"
+        )
+    return None
+
+
+@check("DAT011", "the data was prepared with another tokenizer or template")
+def same_template(probe: Probe) -> Problem | None:
+    meta = _data(probe).meta
+    tokenizer = probe.subject.target.tokenizer
+    if "template" not in meta or tokenizer is None:
+        raise NotApplicable("the data does not say which template it was made with")
+    if meta["template"] == tokenizer.chat_template:
+        return None
+    return Problem(
+        "the chat template has changed since the data was prepared, by "
+        f"{abs(len(str(meta['template'])) - len(str(tokenizer.chat_template)))} characters or more",
+        "prepare the data again",
+    )
+
+
+def _data(probe: Probe) -> PreparedData:
+    data = probe.subject.data
+    if data is None or not data.samples:
+        raise NotApplicable("there is no prepared data yet")
+    return data
+
+
+def _span_starts(sample: Sample) -> list[int]:
+    mask = sample.loss_mask.tolist()
+    return [t for t in range(len(mask)) if mask[t] and (t == 0 or not mask[t - 1])]
+
+
+def _rendered(probe: Probe, answer: str | None) -> list[int]:
+    """Ids of a plain chat with a given answer, or up to where the answer begins."""
+    tokenizer = probe.subject.target.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        raise NotApplicable("the target has no chat template")
+    messages = [{"role": "user", "content": "Name a colour."}]
+    if answer is not None:
+        messages.append({"role": "assistant", "content": answer})
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None)
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _answer_header(probe: Probe) -> list[int]:
+    """Tokens that come right before an answer: what two renderings with other answers have last in common."""
+    prompt, one, other = _rendered(probe, None), _rendered(probe, "Green."), _rendered(probe, "Blue!")
+    common = _common_prefix(one, other)
+    shared = one[: min(common, len(prompt))] if one[: len(prompt)] == prompt else one[:common]
+    return shared[-2:]
+
+
+def _turn_end_ids(probe: Probe) -> set[int]:
+    """Tokens that follow an answer, up to and with the first special one, and the configured end tokens."""
+    one, other = _rendered(probe, "Green."), _rendered(probe, "Blue!")
+    after = one[len(one) - _common_prefix(one[::-1], other[::-1]) :]
+    return set(after) | _configured_ends(probe)
+
+
+def _configured_ends(probe: Probe) -> set[int]:
+    target = probe.subject.target
+    ends: set[int] = set()
+    for holder in (target.tokenizer, target.config, target.model.generation_config):
+        value = getattr(holder, "eos_token_id", None)
+        ends |= set(value if isinstance(value, list) else [] if value is None else [value])
+    return ends
+
+
+def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _first_difference(found: torch.Tensor, wanted: torch.Tensor) -> str:
+    different = (found != wanted).reshape(found.shape[0] * found.shape[1], -1).any(-1)
+    return f"{int(different.sum())} of {len(different)} positions, first {int(different.int().argmax())}"

@@ -1,0 +1,560 @@
+"""DRF: does the drafter read what it should, and nothing that serving will not have?
+
+Random states and embeddings are changed one place at a time; which slots move is compared with a table built by
+nested loops. What moves in the right places but by the wrong amount is caught by a second implementation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from draftline.audit.capture_reading import captured_slices, states_seen_by_drafter
+from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table, with_rope
+from draftline.audit.finding import Problem, check
+from draftline.audit.loss_reading import loss_trace
+from draftline.audit.probe import Probe, perturbed, relative_difference
+from draftline.audit.reference import naive_anchors, target_forward, visible
+from draftline.records import PackedBatch
+from draftline.target.layers import default_target_layer_ids
+
+_MOVED = 1e-6
+"""Relative change of an output from which on it counts as moved; slots that see nothing of a change move by 0."""
+
+_SAME = 2e-4
+"""Relative difference from a float64 computation that float32 explains, with weights of probe size."""
+
+
+@check("DRF001", "a captured layer does not reach the drafter")
+def every_layer_reaches(probe: Probe) -> Problem | None:
+    declared = _declared_layers(probe)
+    lost = {layer: reason for layer in declared if (reason := _why_lost(probe, layer)) is not None}
+    if not lost:
+        return None
+    layer, reason = next(iter(lost.items()))
+    others = f"; also lost: {sorted(lost)[1:]}" if len(lost) > 1 else ""
+    width = probe.subject.draft_model.config.hidden_size
+    return Problem(
+        f"layer {layer} of {list(declared)} changes nothing: {reason}{others}",
+        f"fc = Linear({len(declared)} * {width}, {width}) over all captured layers, weights not zero",
+    )
+
+
+@check("DRF002", "a block sees states at or after its anchor, or misses some before it")
+def strictly_before_anchor(probe: Probe) -> Problem | None:
+    mend = "context of a block at anchor a: positions of its own document with start <= position < a"
+    for where in _context_mistakes(probe):
+        if where.same_document and not where.within_window:
+            return Problem(f"{where.text}: {where.effect}", mend)
+    return None
+
+
+@check("DRF003", "a block sees another block or another conversation")
+def no_leaks_across(probe: Probe) -> Problem | None:
+    mend = "hide every other document's context and every other block's slots from a block"
+    for where in _context_mistakes(probe):
+        if not where.same_document:
+            return Problem(f"{where.text}: {where.effect}", mend)
+    for where in _block_mistakes(probe):
+        if not where.same_document:
+            return Problem(f"{where.text}: {where.effect}", mend)
+    return None
+
+
+@check("DRF004", "slots of a block do not see each other as they should")
+def inside_the_block(probe: Probe) -> Problem | None:
+    kinds = sorted({"causal" if causal else "bidirectional" for causal in probe.view.causal})
+    for where in _block_mistakes(probe):
+        if where.same_document:
+            return Problem(
+                f"{where.text}: {where.effect}; its layers are to be {' and '.join(kinds)} inside a block",
+                "full-attention layers are bidirectional inside a block; sliding ones are causal by default",
+            )
+    return None
+
+
+@check("DRF005", "the sliding window is not the one declared")
+def window(probe: Probe) -> Problem | None:
+    for where in _context_mistakes(probe):
+        if where.same_document and where.within_window:
+            return Problem(
+                f"{where.text}: {where.effect}; windows by layer {list(probe.view.windows)}",
+                "a query sees a key if pos_q - pos_k < W, in sliding layers only",
+            )
+    return None
+
+
+@check("DRF006", "positions or rotary tables are not those that serving will use", needs=("DRF002", "DRF003"))
+def positions(probe: Probe) -> Problem | None:
+    table = _rotary_mistake(probe)
+    mend = "rotary positions: restart at 0 in each conversation, slot k at anchor + k, table from rope_parameters"
+    if table is not None:
+        return Problem(table, mend)
+    if _reference_difference(probe, probe.view) <= _SAME:
+        return None
+    explanation = _explain_positions(probe)
+    return None if explanation is None else Problem(explanation, mend)
+
+
+@check(
+    "DRF007",
+    "decoding with the draft cache computes something else than training",
+    needs=("DRF002", "DRF003", "DRF004", "DRF005"),
+)
+def training_equals_decoding(probe: Probe) -> Problem | None:
+    model, block = probe.subject.draft_model, probe.block_size
+    with probe.shaken_weights(), torch.no_grad():
+        trained = probe.run_drafter(probe.states)
+        for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
+            if anchor == start:
+                continue
+            cache, middle = model.new_cache(), (anchor + start + 1) // 2
+            model.extend_cache(cache, probe.states[:, start:middle])
+            embeddings = probe.block_embeddings[:, index * block : (index + 1) * block]
+            if middle > start:
+                model.draft(cache, embeddings)  # a rejected draft must leave no trace
+            if middle < anchor:
+                model.extend_cache(cache, probe.states[:, middle:anchor])
+            difference = relative_difference(model.draft(cache, embeddings)[0], trained[index])
+            if difference > _SAME:
+                return Problem(
+                    f"block at position {anchor - start}: decoded and trained outputs differ by {difference:.1e}",
+                    "cache keys and values of verified tokens only, at their positions, and draft at cache.length",
+                )
+    return None
+
+
+@check(
+    "DRF008",
+    "the drafter's layers do not compute what its configuration says",
+    needs=("DRF002", "DRF003", "DRF004", "DRF005", "DRF006"),
+)
+def layers_compute(probe: Probe) -> Problem | None:
+    difference = _reference_difference(probe, probe.view)
+    if difference <= _SAME:
+        return None
+    return Problem(
+        f"outputs differ by {difference:.1e} (relative) from a second implementation{_explain_layers(probe)}",
+        "RMSNorm x * w in float32 with the configured eps, q_norm and k_norm per head, 1/sqrt(head_dim), SiLU MLP, "
+        "both residuals, final norm",
+    )
+
+
+@check("DRF009", "the mask token is a token that text can contain, or no usable row")
+def mask_token(probe: Probe) -> Problem | None:
+    target, mask_id = probe.subject.target, probe.subject.draft_model.config.mask_token_id
+    mend = "drafter.mask_token_id: a padding row of the table, or a special token that never occurs in the data"
+    rows = target.embedding.get_parameter("weight")
+    if not 0 <= mask_id < len(rows):
+        return Problem(f"mask_token_id {mask_id} is no row of the target's table of {len(rows)}", mend)
+    role = _role_of_token(probe, mask_id)
+    if role is not None:
+        return Problem(f"mask_token_id {mask_id} is the {role}", mend)
+    data = probe.subject.data
+    seen = 0 if data is None else sum(int((sample.input_ids == mask_id).sum()) for sample in data.samples)
+    if seen:
+        return Problem(f"mask_token_id {mask_id} occurs {seen} times in the data", mend)
+    norms = rows.detach().float().norm(dim=-1)
+    if norms[mask_id] < 1e-3 * norms.median():
+        return Problem(
+            f"row {mask_id} of the table has length {norms[mask_id]:.2e}, the median row {norms.median():.2e}: "
+            "programs that keep a mask vector of their own would use another",
+            mend,
+            "warning",
+        )
+    return None
+
+
+@check("DRF010", "blocks are not built from the anchor's token and mask tokens at the anchor's position")
+def block_input(probe: Probe) -> Problem | None:
+    trace, block = loss_trace(probe), probe.block_size
+    embeddings, layout = trace.stand_in.seen_embeddings, trace.stand_in.seen_layout
+    assert embeddings is not None, "the loss did not call the drafter"
+    assert layout is not None, "the loss did not call the drafter"
+    mend = "[embed(token at anchor), embed(mask) * (block_size - 1)] at positions anchor .. anchor + block_size - 1"
+    if layout.anchor_positions_A.tolist() != probe.anchors or layout.block_size != block:
+        return Problem(
+            f"blocks of {layout.block_size} at {layout.anchor_positions_A.tolist()[:4]}, drawn {probe.anchors[:4]}",
+            mend,
+        )
+    if layout.position_ids_S.tolist() != probe.row.position_ids[0].tolist():
+        return Problem("positions given to the drafter do not restart in each conversation", mend)
+    wanted = _wanted_blocks(probe)
+    found = embeddings[0].unflatten(0, (len(probe.anchors), block))
+    for name, slots in (("the anchor's slot", slice(0, 1)), ("the mask slots", slice(1, None))):
+        difference = relative_difference(found[:, slots], wanted[:, slots])
+        if difference > probe.tolerance:
+            return Problem(f"embeddings of {name} differ by {difference:.1e} (relative) from the target's own", mend)
+    return None
+
+
+@check("DRF011", "anchors are not drawn from all places where a block may start")
+def anchors(probe: Probe) -> Problem | None:
+    return _wrong_anchors(probe) or _unstable_anchors(probe)
+
+
+@check("DRF012", "the drafter's shape does not fit its target")
+def shape(probe: Probe) -> Problem | None:
+    config, target = probe.subject.draft_model.config, probe.subject.target
+    for name, found, wanted in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if found != wanted:
+            return Problem(f"{name} is {found}, the target's is {wanted} (padding rows included)", f"{name}: {wanted}")
+    rope = config.rope_parameters
+    partial = rope.get("partial_rotary_factor", 1.0) != 1.0 or any("mrope" in key for key in rope)
+    if partial:
+        return Problem(
+            f"rope_parameters {rope}: partial or multimodal, which engines read and the drafter does not compute",
+            "drop partial_rotary_factor and mrope_section from the drafter",
+        )
+    limit = getattr(target.config, "max_position_embeddings", None)
+    if limit is not None and config.max_position_embeddings < limit:
+        return Problem(
+            f"max_position_embeddings {config.max_position_embeddings} is below the target's {limit}: engines clamp or "
+            "size tables by it",
+            f"max_position_embeddings: {limit}",
+        )
+    return _rope_unlike_target(probe)
+
+
+# Captured layers.
+
+
+def _declared_layers(probe: Probe) -> tuple[int, ...]:
+    """Layers that the run's settings ask for; those of the drafter if the settings leave it open."""
+    wanted = probe.subject.config.drafter
+    if wanted.target_layer_ids is not None:
+        return wanted.target_layer_ids
+    if len(probe.layer_ids) >= wanted.num_captured_layers:
+        return probe.layer_ids
+    return default_target_layer_ids(probe.subject.target.num_layers, wanted.num_captured_layers)
+
+
+def _why_lost(probe: Probe, layer: int) -> str | None:
+    """Why a declared layer has no influence, or None if it has."""
+    if layer not in probe.layer_ids:
+        return f"the drafter is told to read {list(probe.layer_ids)} only"
+    index, width = probe.layer_ids.index(layer), probe.subject.draft_model.config.hidden_size
+    count, declared = len(captured_slices(probe)), len(probe.layer_ids)
+    if count < declared:
+        present = [one.nearest for one in captured_slices(probe)]
+        if layer not in present:
+            return f"the capture hands on {count} of {declared} layers, {present}"
+    seen = states_seen_by_drafter(probe, probe.row)
+    part = probe.row.hidden_states_packed[..., index * width : (index + 1) * width]
+    if seen.shape[-1] < (index + 1) * width and not _contains(seen, part, width):
+        return f"the loss hands {seen.shape[-1]} of {probe.row.hidden_states_packed.shape[-1]} features to the drafter"
+    if probe.states_width < declared * width and index >= probe.states_width // width:
+        return f"fc reads {probe.states_width} features, not {declared} * {width}"
+    deltas = _layer_influence(probe)
+    if deltas[index] <= 1e-3 * max(deltas):
+        return f"max |delta| {deltas[index]:.1e} when its states are replaced (other layers: {max(deltas):.1e})"
+    return None
+
+
+def _contains(states: Tensor, part: Tensor, width: int) -> bool:
+    return any(torch.equal(one, part) for one in states.split(width, dim=-1) if one.shape == part.shape)
+
+
+def _layer_influence(probe: Probe) -> list[float]:
+    """Largest change of any output when one layer's states are replaced, with the drafter's own weights."""
+    cached: list[float] | None = probe.__dict__.get("_layer_deltas")
+    if cached is None:
+        width = probe.subject.draft_model.config.hidden_size
+        before, cached = probe.run_drafter(probe.states), []
+        for index in range(len(probe.layer_ids)):
+            changed = probe.states.clone()
+            part = changed[..., index * width : (index + 1) * width]
+            part.copy_(torch.randn(part.shape, generator=probe.generator(6)) * 2)
+            cached.append(float((probe.run_drafter(changed) - before).abs().max()))
+        probe.__dict__["_layer_deltas"] = cached
+    return cached
+
+
+# Who sees what.
+
+
+@dataclass(frozen=True)
+class _Mistake:
+    """A change that moved a slot it must not move, or did not move one that it must."""
+
+    text: str
+    effect: str
+    same_document: bool
+    within_window: bool
+
+
+def _anchors_and_starts(probe: Probe) -> list[tuple[int, int]]:
+    return list(zip(probe.few_anchors, probe.starts(probe.few_anchors), strict=True))
+
+
+def _context_mistakes(probe: Probe) -> list[_Mistake]:
+    cached: list[_Mistake] | None = probe.__dict__.get("_context_mistakes")
+    if cached is None:
+        cached = probe.__dict__["_context_mistakes"] = list(_find_context_mistakes(probe))
+    return cached
+
+
+def _find_context_mistakes(probe: Probe) -> list[_Mistake]:
+    expected = _expected_context(probe)
+    found: list[_Mistake] = []
+    with probe.shaken_weights():
+        before = probe.run_drafter(probe.states)
+        for position in _positions_to_try(probe):
+            changed = perturbed(probe.states, [position], probe.generator(7))
+            moved = _moved(probe.run_drafter(changed), before)
+            for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
+                same_document = probe.row.document_ids[0, position] == probe.row.document_ids[0, anchor]
+                for slot in range(probe.block_size):
+                    wanted = expected[index][slot](position)
+                    if bool(moved[index, slot]) != wanted:
+                        found.append(
+                            _Mistake(
+                                f"the state at position {position - start} of a conversation whose block starts at "
+                                f"{anchor - start}"
+                                if same_document
+                                else f"a state of another conversation, {position - anchor:+d} from the anchor",
+                                f"slot {slot} {'does not move' if wanted else 'moves'} when it changes",
+                                bool(same_document),
+                                _windowed(probe) and position < anchor - 1,
+                            )
+                        )
+    return found
+
+
+def _windowed(probe: Probe) -> bool:
+    return any(window is not None for window in probe.view.windows)
+
+
+def _positions_to_try(probe: Probe) -> list[int]:
+    """Positions at which a mistake shows: around each anchor, at the document's start, at the window's edge."""
+    total, block = probe.row.input_ids.shape[1], probe.block_size
+    tried: set[int] = set()
+    for anchor, start in _anchors_and_starts(probe):
+        tried |= {start - 1, start, anchor - 2, anchor - 1, anchor, anchor + 1, anchor + block - 1, anchor + block}
+        for width in set(probe.view.windows) - {None}:
+            assert width is not None
+            tried |= {anchor - width - 1, anchor - width, anchor - width + 1, anchor - width + 2}
+    return sorted(p for p in tried if 0 <= p < total)
+
+
+def _expected_context(probe: Probe) -> list[list[Callable[[int], bool]]]:
+    """Per block and slot: whether a context position reaches it through any chain of layers."""
+    view, block, total = probe.view, probe.block_size, probe.row.input_ids.shape[1]
+    table = []
+    for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
+        reach: list[set[int]] = [set() for _ in range(block)]
+        for causal, width in zip(view.causal, view.windows, strict=True):
+            common = {"anchor": anchor, "start": start, "block": index, "causal": causal, "window": width}
+            now: list[set[int]] = []
+            for query in range(block):
+                direct = {k for k in range(total) if visible(query=query, key=k, key_block=None, **common)}  # type: ignore[arg-type]
+                through = [reach[k] for k in range(block) if visible(query=query, key=k, key_block=index, **common)]  # type: ignore[arg-type]
+                now.append(direct.union(reach[query], *through))
+            reach = now
+        table.append([reached.__contains__ for reached in reach])
+    return table
+
+
+def _block_mistakes(probe: Probe) -> list[_Mistake]:
+    cached: list[_Mistake] | None = probe.__dict__.get("_block_mistakes_found")
+    if cached is None:
+        cached = probe.__dict__["_block_mistakes_found"] = _find_block_mistakes(probe)
+    return cached
+
+
+def _find_block_mistakes(probe: Probe) -> list[_Mistake]:
+    block, found = probe.block_size, []
+    expected = _expected_block(probe)
+    with probe.shaken_weights():
+        before = probe.run_drafter(probe.states)
+        for index in (0, 1, len(probe.few_anchors) - 1):
+            for slot in sorted({0, 1, block // 2, block - 1}):
+                changed = perturbed(probe.block_embeddings, [index * block + slot], probe.generator(8))
+                moved = _moved(probe.run_drafter(probe.states, changed), before)
+                for other in range(len(probe.few_anchors)):
+                    for query in range(block):
+                        wanted = other == index and slot in expected[query]
+                        if bool(moved[other, query]) != wanted:
+                            effect = f"slot {query} {'does not move' if wanted else 'moves'} when it changes"
+                            text = f"slot {slot} of the {'same' if other == index else 'another'} block"
+                            found.append(_Mistake(text, effect, other == index, False))
+    return found
+
+
+def _expected_block(probe: Probe) -> list[set[int]]:
+    """Per slot, the slots of its own block that reach it through any chain of layers."""
+    view, block = probe.view, probe.block_size
+    reach = [{slot} for slot in range(block)]
+    for causal, width in zip(view.causal, view.windows, strict=True):
+        common = {"anchor": 0, "start": 0, "block": 0, "causal": causal, "window": width}
+        reach = [
+            reach[query].union(*(reach[k] for k in range(block) if visible(query=query, key=k, key_block=0, **common)))  # type: ignore[arg-type]
+            for query in range(block)
+        ]
+    return reach
+
+
+def _moved(after: Tensor, before: Tensor) -> Tensor:
+    """[A, P] bool."""
+    return ((after - before).abs().amax(-1) > _MOVED * before.abs().max()).cpu()
+
+
+# The second implementation.
+
+
+def _reference_difference(probe: Probe, view: DrafterView, position_shift: int = 0) -> float:
+    """Largest relative difference of any block from the second implementation under some view."""
+    model, block = probe.subject.draft_model, probe.block_size
+    with probe.shaken_weights():
+        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+        found = probe.run_drafter(probe.states)
+    worst = 0.0
+    for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
+        embeddings = probe.block_embeddings[0, index * block : (index + 1) * block]
+        wanted = reference_block(view, weights, probe.states[0, start:anchor], embeddings, position_shift)
+        worst = max(worst, relative_difference(found[index], wanted))
+    return worst
+
+
+def _rotary_mistake(probe: Probe) -> str | None:
+    """Compare the model's own tables with the formula at a few positions."""
+    places = torch.tensor([0, 1, 100, 5000])
+    like = torch.zeros(1, device=probe.device)
+    cos, sin = probe.subject.draft_model.rotary_emb(like, places[None].to(probe.device))
+    wanted = rope_table(probe.view, places)
+    for index, place in enumerate(places.tolist()):
+        difference = max(
+            float((found[0, index].double().cpu() - table[index]).abs().max())
+            for found, table in zip((cos, sin), wanted, strict=True)
+        )
+        # the angle at position p is known to about p * 2^-24 in float32
+        if difference > 1e-4 + place * 1e-6:
+            return (
+                f"rotary table at position {place} differs by {difference:.2e} from rope_parameters {probe.view.rope}"
+            )
+    return None
+
+
+def _explain_positions(probe: Probe) -> str | None:
+    for shift in (-1, 1):
+        if _reference_difference(probe, probe.view, shift) <= _SAME:
+            return f"slots sit at positions anchor + k {shift:+d}"
+    for theta in (10_000.0, 1_000_000.0):
+        if _reference_difference(probe, with_rope(probe.view, rope_theta=theta)) <= _SAME:
+            return f"it rotates with rope_theta {theta:g}, declared is {probe.view.rope.get('rope_theta')}"
+    if _reference_difference(probe, with_rope(probe.view, rope_type="default", rope_theta=1e30)) < 1e-2:
+        return "it does not rotate at all"
+    return None if _independent_of_distance(probe) is None else "outputs do not depend on positions as rotary ones do"
+
+
+def _independent_of_distance(probe: Probe) -> str | None:
+    """Order of the context matters only through positions: without any, exchanging two tokens changes nothing."""
+    first = probe.few_anchors[1]
+    exchanged = probe.states.clone()
+    exchanged[:, [first - 2, first - 3]] = exchanged[:, [first - 3, first - 2]]
+    with probe.shaken_weights():
+        difference = relative_difference(probe.run_drafter(exchanged)[1], probe.run_drafter(probe.states)[1])
+    return "no positions" if difference < 1e-5 else None
+
+
+def _explain_layers(probe: Probe) -> str:
+    for name, changed in (
+        ("the norms' eps is 1e-5", replace(probe.view, eps=1e-5)),
+        ("the norms' eps is 1e-6", replace(probe.view, eps=1e-6)),
+    ):
+        if changed.eps != probe.view.eps and _reference_difference(probe, changed) <= _SAME:
+            return f"; it fits if {name}"
+    return ""
+
+
+# Mask token and block input.
+
+
+def _role_of_token(probe: Probe, token: int) -> str | None:
+    """Pad, eos or bos of the tokenizer or of the target's configurations."""
+    target = probe.subject.target
+    holders = [target.tokenizer, target.config, target.model.config, target.model.generation_config]
+    for name in ("pad", "eos", "bos"):
+        for holder in holders:
+            value = getattr(holder, f"{name}_token_id", None)
+            if value is not None and token in (value if isinstance(value, list) else [value]):
+                return f"{name} token"
+    return None
+
+
+def _wanted_blocks(probe: Probe) -> Tensor:
+    """[A, P, D]: what the target's first layer receives for the anchor's token and for the mask token."""
+    target, mask_id = probe.subject.target, probe.subject.draft_model.config.mask_token_id
+    tokens = torch.cat([probe.row.input_ids[0, probe.anchor_positions].cpu(), torch.tensor([mask_id])])
+    first_inputs = torch.stack([target_forward(target, token[None]).first_input[0] for token in tokens])
+    blocks = first_inputs[-1].expand(len(probe.anchors), probe.block_size, -1).clone()
+    blocks[:, 0] = first_inputs[:-1]
+    return blocks
+
+
+# Anchors.
+
+
+def _wrong_anchors(probe: Probe) -> Problem | None:
+    eligible = naive_anchors(probe.samples)
+    mend = "anchors: t with loss_mask[t] = loss_mask[t+1] = 1 in one document; up to num_anchors per document"
+    found = _drawn(probe, probe.row, 10_000)
+    if sorted(found) != eligible:
+        missing, extra = sorted(set(eligible) - set(found)), sorted(set(found) - set(eligible))
+        return Problem(
+            f"{len(set(found))} of {len(eligible)} eligible positions can be drawn; never drawn {missing[:6]}, "
+            f"not eligible {extra[:6]}, drawn twice {len(found) - len(set(found))}",
+            mend,
+        )
+    few = _drawn(probe, probe.row, 3)
+    documents = probe.row.document_ids[0].tolist()
+    counts = [sum(documents[a] == d for a in few) for d in range(len(probe.samples))]
+    wanted = [min(3, sum(documents[a] == d for a in eligible)) for d in range(len(probe.samples))]
+    if counts != wanted or len(set(few)) != len(few) or not set(few) <= set(eligible):
+        return Problem(f"with a budget of 3 per document, {counts} anchors were drawn, wanted {wanted}", mend)
+    return None
+
+
+def _unstable_anchors(probe: Probe) -> Problem | None:
+    mend = "draw with a generator seeded by (seed, epoch, sample id) alone"
+    row = probe.row
+    if _drawn(probe, row, 3) != _drawn(probe, row, 3):
+        return Problem("two draws for the same row, epoch and seed differ: a resumed run would not be the same", mend)
+    alone = probe.row_of(probe.reference_captured[1:2])
+    offset = len(probe.samples[0])
+    in_row = [a - offset for a in _drawn(probe, row, 3) if 0 <= a - offset < len(probe.samples[1])]
+    if _drawn(probe, alone, 3) != in_row:
+        return Problem("the draw for a conversation depends on what it is packed with", mend)
+    draws = {tuple(_drawn(probe, replace(row, epoch=epoch), 3)) for epoch in range(6)}
+    if len(draws) == 1:
+        return Problem("six passes over the data draw the same anchors", mend)
+    seeds = {tuple(_drawn(probe, row, 3, seed)) for seed in range(6)}
+    return Problem("six seeds draw the same anchors", mend) if len(seeds) == 1 else None
+
+
+def _drawn(probe: Probe, row: PackedBatch, budget: int, seed: int = 0) -> list[int]:
+    drawn: list[int] = probe.subject.draw_anchors(row, budget, seed).tolist()
+    return drawn
+
+
+def _rope_unlike_target(probe: Probe) -> Problem | None:
+    """Rotary base other than the target's: not wrong, but never by accident."""
+    theirs = getattr(probe.subject.target.config, "rope_parameters", None)
+    if not isinstance(theirs, dict) or "rope_theta" not in theirs:
+        if not isinstance(theirs, dict) or not any(isinstance(value, dict) for value in theirs.values()):
+            return None
+        bases = {value.get("rope_theta") for value in theirs.values() if isinstance(value, dict)}
+    else:
+        bases = {theirs["rope_theta"]}
+    ours = probe.view.rope.get("rope_theta")
+    if ours in bases or bases == {None}:
+        return None
+    return Problem(
+        f"rope_theta is {ours}, the target's is {sorted(bases, key=str)}", "take rope_theta from the target", "warning"
+    )

@@ -1,0 +1,284 @@
+"""EVL: does decoding give the target's own text, and is what is reported what happened?
+
+A stand-in for the drafter knows the target's answer and is wrong in chosen slots, so that the number of forwards and
+the acceptance length are known beforehand. The real drafter is compared with a decode loop of its own, on the exported
+folder, that recomputes everything at every step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor, nn
+
+from draftline.audit.drafter_reference import DrafterView, reference_block
+from draftline.audit.exported import exported
+from draftline.audit.finding import NotApplicable, Problem, check
+from draftline.audit.probe import Probe
+from draftline.audit.reference import ReferenceForward, target_forward
+from draftline.draft.attention import BlockLayout
+from draftline.errors import TargetError
+from draftline.evaluate.generate import Generation
+
+_PROMPT = 9
+"""Tokens of the probe prompt."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """A prompt and the target's own greedy answer, one token at a time and without a cache.
+
+    Attributes:
+        ids: prompt and answer, some tokens longer than is compared.
+        length: answer tokens that are compared.
+        forward: the target over all of `ids`.
+    """
+
+    ids: list[int]
+    length: int
+    forward: ReferenceForward
+
+    @property
+    def wanted(self) -> list[int]:
+        """The answer that decoding must give."""
+        return self.ids[_PROMPT : _PROMPT + self.length]
+
+
+class OracleDrafter(nn.Module):
+    """A drafter that is right except where told otherwise; it decodes and trains like the real one."""
+
+    def __init__(self, probe: Probe, answer: Answer, ever_wrong: bool = True) -> None:
+        super().__init__()
+        self.config = probe.subject.draft_model.config
+        self.fc = nn.Linear(1, 1, bias=False, device=probe.device)
+        self.first = probe.first
+        self.normed = answer.forward.normed.to(probe.device).float()
+        self.spoken = answer.forward.next_ids.tolist()
+        self.ever_wrong = ever_wrong
+
+    def is_right(self, anchor: int, slot: int) -> bool:
+        """Whether the slot of a block at a position says what the target will say."""
+        return not self.ever_wrong or (3 * anchor + 5 * slot) % 7 > 1
+
+    def new_cache(self) -> SimpleNamespace:
+        """Nothing but a length."""
+        return SimpleNamespace(length=0)
+
+    def extend_cache(self, cache: SimpleNamespace, hidden_states: Tensor) -> None:
+        """Count the tokens."""
+        cache.length += hidden_states.shape[1]
+
+    def draft(self, cache: SimpleNamespace, block_embeddings: Tensor) -> Tensor:
+        """States whose greedy tokens are the block."""
+        return self._block(cache.length, block_embeddings.shape[1])[None]
+
+    def forward(
+        self, hidden_states_packed: Tensor, block_embeddings: Tensor, layout: BlockLayout, attention: object = None
+    ) -> Tensor:
+        """The same for blocks of a row of one document."""
+        del hidden_states_packed, block_embeddings, attention
+        anchors = layout.anchor_positions_A.tolist()
+        return torch.cat([self._block(anchor, layout.block_size) for anchor in anchors])[None]
+
+    def _block(self, anchor: int, size: int) -> Tensor:
+        rows = []
+        for slot in range(size):
+            speaker = min(max(anchor + slot - self.first, 0), len(self.spoken) - 1)
+            if not self.is_right(anchor, slot):
+                speaker = next((i for i, token in enumerate(self.spoken) if token != self.spoken[speaker]), speaker)
+            rows.append(self.normed[speaker])
+        return torch.stack(rows)
+
+
+@check("EVL001", "decoding with a drafter gives another text than the target alone")
+def lossless(probe: Probe) -> Problem | None:
+    answer = own_answer(probe)
+    for name, drafter in (("a drafter that errs", OracleDrafter(probe, answer)), ("the drafter", None)):
+        output = _generate(probe, drafter).output_ids
+        if output != answer.wanted and not _parts_at_a_tie(answer, output):
+            index = next(
+                (i for i, (a, b) in enumerate(zip(output, answer.wanted, strict=False)) if a != b), len(output)
+            )
+            return Problem(
+                f"with {name} the output differs from greedy decoding at token {index} of {len(answer.wanted)}",
+                "accept a drafted token only if it is the target's argmax, and roll both caches back to what was kept",
+            )
+    return None
+
+
+@check("EVL002", "accepted tokens and target forwards are miscounted, or right drafts are rejected", needs=("EVL001",))
+def counts(probe: Probe) -> Problem | None:
+    answer = own_answer(probe)
+    drafter = OracleDrafter(probe, answer)
+    found = _generate(probe, drafter)
+    wanted = _expected_rounds(drafter, answer)
+    if found.output_ids != answer.wanted:
+        raise NotApplicable("a near tie of the target's logits")
+    if list(found.accepted_per_forward) == wanted and found.target_forwards == len(wanted):
+        return None
+    return Problem(
+        f"accepted per forward {found.accepted_per_forward[:8]} in {found.target_forwards} forwards, by the rule "
+        f"{wanted[:8]} in {len(wanted)}",
+        "keep the longest right prefix of the block, add the target's own next token, count one forward a round",
+    )
+
+
+@check("EVL003", "the reported acceptance length is not tokens per target forward", needs=("EVL001", "EVL002"))
+def acceptance_length(probe: Probe) -> Problem | None:
+    generations = [
+        Generation([5] * 9, accepted_per_forward=[3, 0, 2]),
+        Generation([5] * 3, accepted_per_forward=[0, 0]),
+        Generation([5] * 13, accepted_per_forward=[5, 5]),
+    ]
+    wanted = (8 + 2 + 12) / 7
+    found = probe.subject.acceptance_length(generations)
+    if abs(found - wanted) < 1e-6:
+        return None
+    return Problem(
+        f"for answers of 9, 3 and 13 tokens in 3, 2 and 2 forwards it is {found:.3f}, by definition {wanted:.3f}",
+        "sum of (output tokens - 1) over sum of target forwards: the bonus token counts, forwards are summed first",
+    )
+
+
+@check(
+    "EVL004",
+    "the exported drafter drafts other tokens in an independent decode loop",
+    needs=("EVL001", "EXP012", "DRF007"),
+)
+def independent_loop(probe: Probe) -> Problem | None:
+    found = exported(probe)
+    reading = None if found.refusal else found.readings[0]
+    if reading is None or reading.view is None:
+        raise NotApplicable("nothing was exported")
+    answer = own_answer(probe)
+    with probe.shaken_weights():
+        generation = _generate(probe, None)
+    if generation.output_ids != answer.wanted:
+        raise NotApplicable("a near tie of the target's logits")
+    position, equal, total = _PROMPT, 0, 0
+    for drafted, accepted in zip(generation.drafted_blocks, generation.accepted_per_forward, strict=True):
+        block = _reference_draft(probe, reading.view, found.tensors, answer, position)
+        equal += sum(a == b for a, b in zip(drafted, block, strict=False))
+        total += max(len(drafted), len(block))
+        position += accepted + 1
+    if equal >= 0.9 * total:
+        return None
+    return Problem(
+        f"{equal} of {total} drafted tokens are those of a loop on the exported folder",
+        "states of the tokens before the anchor, positions, embeddings and slots must be those of training",
+    )
+
+
+@check("EVL005", "the teacher-forced estimate is not what decoding gives", needs=("EVL002", "EVL003"))
+def teacher_forced(probe: Probe) -> Problem | None:
+    answer = own_answer(probe)
+    drafter = OracleDrafter(probe, answer)
+    rounds = _expected_rounds(drafter, answer)
+    decoded = (answer.length - 1) / len(rounds)
+    estimate = probe.subject.teacher_forced(drafter, [(answer.ids[:_PROMPT], answer.wanted)])  # type: ignore[arg-type]
+    if abs(estimate / decoded - 1) < 0.05:
+        return None
+    return Problem(
+        f"a drafter of known errors is estimated at {estimate:.2f} and decodes at {decoded:.2f} (both with bonus)",
+        "walk over the target's own answer: streak from the first token on, jump streak + 1, repeat",
+    )
+
+
+@check("EVL006", "the trained drafter is hardly accepted", needs=("EVL001", "EVL002"))
+def useful(probe: Probe) -> Problem | None:
+    if not probe.subject.trained or probe.subject.data is None:
+        raise NotApplicable("the drafter is not trained")
+    generations, answers = [], []
+    for sample in (probe.subject.data.heldout or probe.subject.data.samples)[:4]:
+        start = int(sample.loss_mask.int().argmax())
+        prompt = sample.input_ids[:start][None].to(probe.subject.target.device)
+        generations.append(
+            probe.subject.generate(probe.subject.target, probe.subject.draft_model, prompt, max_new_tokens=40)
+        )
+        answers.append((sample.input_ids[:start].tolist(), generations[-1].output_ids))
+    decoded = probe.subject.acceptance_length(generations)
+    estimate = probe.subject.teacher_forced(probe.subject.draft_model, answers)
+    probe.notes.append(
+        f"acceptance length (with bonus), {len(answers)} prompts: decoded {decoded:.2f}, teacher-forced {estimate:.2f}"
+    )
+    if decoded < 1.15:
+        return Problem(
+            f"acceptance length (with bonus) {decoded:.2f} on {len(answers)} prompts, teacher-forced {estimate:.2f}",
+            "train longer, and on the target's own answers; see the other findings first",
+            "warning",
+        )
+    if abs(estimate / decoded - 1) > 0.15:
+        return Problem(
+            f"decoded {decoded:.2f}, teacher-forced {estimate:.2f}: training and decoding differ",
+            "see DRF007 and EVL004",
+        )
+    return None
+
+
+def own_answer(probe: Probe) -> Answer:
+    """The probe's prompt and answer; cached on the probe."""
+    cached: Answer | None = probe.__dict__.get("_own_answer")
+    if cached is None:
+        cached = probe.__dict__["_own_answer"] = _own_answer(probe)
+    return cached
+
+
+@torch.no_grad()
+def _own_answer(probe: Probe) -> Answer:
+    target, length = probe.subject.target, 2 * probe.block_size + 5
+    ids = probe.random_ids(_PROMPT, probe.generator(11))[None].to(target.device)
+    for _ in range(length + probe.block_size):
+        logits = target.model(input_ids=ids, use_cache=False).logits[:, -1:]
+        ids = torch.cat([ids, logits.argmax(-1)], dim=1)
+    return Answer(ids[0].tolist(), length, target_forward(target, ids[0]))
+
+
+def _generate(probe: Probe, drafter: OracleDrafter | None) -> Generation:
+    target = probe.subject.target
+    model = probe.subject.draft_model if drafter is None else drafter
+    answer = own_answer(probe)
+    prompt = torch.tensor([answer.ids[:_PROMPT]], device=target.device)
+    try:
+        return probe.subject.generate(target, model, prompt, max_new_tokens=answer.length)  # type: ignore[arg-type]
+    except TargetError as error:
+        raise NotApplicable(f"this target is not decoded here: {error}") from error
+
+
+def _parts_at_a_tie(answer: Answer, output: list[int]) -> bool:
+    """Whether two outputs part where the target's two best logits are within rounding."""
+    index = next((i for i, (a, b) in enumerate(zip(output, answer.wanted, strict=False)) if a != b), None)
+    if index is None or len(output) != len(answer.wanted):
+        return False
+    logits = answer.forward.logits[_PROMPT + index - 1].double()
+    best = logits.topk(2).values
+    return float(best[0] - best[1]) < 1e-4 * float(logits.abs().max())
+
+
+def _expected_rounds(drafter: OracleDrafter, answer: Answer) -> list[int]:
+    """Accepted tokens of each round by the rule of speculative decoding."""
+    made, rounds = 1, []
+    while made < answer.length:
+        anchor = _PROMPT + made - 1
+        slots = range(drafter.first, drafter.config.block_size)
+        accepted = next((i for i, slot in enumerate(slots) if not drafter.is_right(anchor, slot)), len(slots))
+        kept = min(accepted + 1, answer.length - made)
+        rounds.append(min(accepted, kept))
+        made += kept
+    return rounds
+
+
+@torch.no_grad()
+def _reference_draft(
+    probe: Probe, view: DrafterView, weights: dict[str, Tensor], answer: Answer, anchor: int
+) -> list[int]:
+    """One block, as a reader of the exported folder drafts it, from scratch."""
+    target = probe.subject.target
+    states = torch.cat([answer.forward.layers[i] for i in view.target_layer_ids], dim=-1)[:anchor]
+    assert view.mask_token_id is not None, "read_as refuses a config without one"
+    tokens = torch.tensor([answer.ids[anchor], *[view.mask_token_id] * (view.block_size - 1)], device=target.device)
+    rows = target.embedding.get_parameter("weight")[tokens] * view.input_embedding_scale
+    outputs = reference_block(view, weights, states, rows)[view.first :]
+    logits = target.model.get_output_embeddings()(outputs.to(target.device, target.dtype))
+    return (logits * view.output_multiplier).argmax(-1).tolist()

@@ -1,0 +1,381 @@
+"""EXP: is the folder that is written the drafter that was trained, whoever reads it?
+
+The drafter is exported with random weights of probe size; its files are read here by the rules of each serving engine
+and computed by a second implementation.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table
+from draftline.audit.engines import Reading, differences, read_as, readers_of, rope_of
+from draftline.audit.finding import NotApplicable, Problem, check
+from draftline.audit.probe import Probe, relative_difference
+from draftline.errors import ExportError
+
+_BACKBONE_KEYS = frozenset(
+    [
+        "architectures",
+        "model_type",
+        "block_size",
+        "num_target_layers",
+        "is_causal",
+        "dflash_config",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "max_position_embeddings",
+        "max_window_layers",
+        "use_sliding_window",
+        "sliding_window",
+        "layer_types",
+        "attention_bias",
+        "attention_dropout",
+        "initializer_range",
+        "tie_word_embeddings",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "dtype",
+        "transformers_version",
+    ]
+)
+_INNER_KEYS = frozenset(
+    [
+        "block_size",
+        "mask_token_id",
+        "target_layer_ids",
+        "sample_from_anchor",
+        "input_embedding_scale",
+        "output_multiplier",
+        "final_logit_softcapping",
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """What lies in the folder, and what was in memory when it was written.
+
+    Attributes:
+        refusal: why the export itself refused to write; the other fields are empty then.
+        trained: outputs [A, P, D] of the training forward with the same weights.
+    """
+
+    tree: dict[str, Any]
+    tensors: dict[str, Tensor]
+    weights: dict[str, Tensor]
+    trained: Tensor
+    refusal: str = ""
+
+    @property
+    def readings(self) -> list[Reading]:
+        """The folder by the rules of every program that reads its format."""
+        return [read_as(reader, self.tree) for reader in readers_of(self.tree)]
+
+
+@check("EXP001", "the exported tensors are not the drafter's")
+def tensors(probe: Probe) -> Problem | None:
+    found = exported(probe)
+    if found.refusal:
+        return Problem(f"the export refuses: {found.refusal}", "mend what it names; nothing was written")
+    missing = sorted(found.weights.keys() - found.tensors.keys())
+    extra = sorted(found.tensors.keys() - found.weights.keys())
+    changed = [
+        name
+        for name, tensor in found.tensors.items()
+        if name in found.weights and not _equal(tensor, found.weights[name].to(tensor.dtype))
+    ]
+    if not missing and not extra and not changed:
+        return None
+    return Problem(
+        f"{len(missing)} missing {missing[:3]}, {len(extra)} unexpected {extra[:3]}, {len(changed)} with other values "
+        f"{changed[:3]}",
+        "write every backbone tensor under z-lab's names, unchanged but for the dtype; no embedding, no head",
+    )
+
+
+@check("EXP002", "a key that a reader needs is missing from the exported config", needs=("EXP001",))
+def required_keys(probe: Probe) -> Problem | None:
+    tree = _tree(probe)
+    inner = tree.get("dflash_config") or {}
+    wanted = ["architectures", "model_type", "block_size", "num_target_layers", "layer_types", "dtype", "vocab_size"]
+    wanted += ["head_dim", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"]
+    missing = [key for key in wanted if tree.get(key) is None]
+    missing += [
+        f"dflash_config.{k}" for k in ("block_size", "mask_token_id", "target_layer_ids") if inner.get(k) is None
+    ]
+    if "rope_theta" not in tree and "rope_parameters" not in tree:
+        missing.append("rope_theta")
+    if not missing:
+        return None
+    effects = [f"{r.reader} {remark}" for r in _exported(probe).readings for remark in r.remarks if "missing" in remark]
+    return Problem(
+        f"missing: {', '.join(missing)}{'; ' + effects[0] if effects else ''}", "write every key of the format"
+    )
+
+
+@check("EXP003", "a reader would capture other target layers", needs=("EXP001", "EXP002"))
+def layer_ids(probe: Probe) -> Problem | None:
+    tree = _tree(probe)
+    depth = probe.subject.target.num_layers
+    if tree["num_target_layers"] != depth:
+        return Problem(
+            f"num_target_layers is {tree['num_target_layers']}, the target has {depth}", f"num_target_layers: {depth}"
+        )
+    return _reading_differs(probe, ("target_layer_ids",), "convention A: 0-based layers whose output is read")
+
+
+@check(
+    "EXP004", "a reader would run layers causally that were trained bidirectionally, or the reverse", needs=("EXP001",)
+)
+def causality(probe: Probe) -> Problem | None:
+    return _reading_differs(
+        probe, ("causal",), "is_causal: false if all layers are bidirectional, left out for the mix with sliding ones"
+    )
+
+
+@check("EXP005", "a reader would use another sliding window", needs=("EXP001",))
+def windows(probe: Probe) -> Problem | None:
+    tree = _tree(probe)
+    declared = [w for w in probe.view.windows if w is not None]
+    if declared and not tree.get("use_sliding_window"):
+        return Problem(
+            f"use_sliding_window is {tree.get('use_sliding_window')} although layers slide: the window is dropped",
+            "use_sliding_window: true",
+        )
+    return _reading_differs(probe, ("windows",), "write sliding_window and layer_types as trained")
+
+
+@check("EXP006", "a reader would rotate otherwise, or clamp positions", needs=("EXP001",))
+def rope(probe: Probe) -> Problem | None:
+    tree, config = _tree(probe), probe.subject.draft_model.config
+    mend = "write the rotary settings used in training, and at least the target's max_position_embeddings"
+    settings = rope_of(tree)
+    partial = {k: settings.get(k, tree.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
+    if any(value not in (None, 1, 1.0) for value in partial.values()):
+        return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", mend)
+    if tree["max_position_embeddings"] < config.max_position_embeddings:
+        return Problem(
+            f"max_position_embeddings {tree['max_position_embeddings']}, trained with {config.max_position_embeddings}",
+            mend,
+        )
+    places = torch.tensor([0, 1, 100, 5000])
+    found = rope_table(_view_with_rope(probe, settings), places)
+    wanted = probe.subject.draft_model.rotary_emb(torch.zeros(1, device=probe.device), places[None].to(probe.device))
+    for index, place in enumerate(places.tolist()):
+        difference = max(
+            float((f[index] - w[0, index].double().cpu()).abs().max()) for f, w in zip(found, wanted, strict=True)
+        )
+        if difference > 1e-4 + place * 1e-6:
+            return Problem(
+                f"table from the written settings {settings} differs at position {place} by {difference:.2e} from "
+                "that of training",
+                mend,
+            )
+    return None
+
+
+@check("EXP007", "block size, mask token or slot layout are written wrong", needs=("EXP001", "EXP002"))
+def block_layout(probe: Probe) -> Problem | None:
+    tree = _tree(probe)
+    inner = tree["dflash_config"]
+    mend = "write block_size at top level and in dflash_config, mask_token_id and the slot layout as trained"
+    if tree["block_size"] != inner["block_size"]:
+        return Problem(f"block_size is {tree['block_size']} at top level, {inner['block_size']} in dflash_config", mend)
+    return _reading_differs(probe, ("block_size", "mask_token_id", "first"), mend)
+
+
+@check("EXP008", "scaling of embeddings or logits is not written", needs=("EXP001",))
+def scales(probe: Probe) -> Problem | None:
+    names = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+    target = probe.subject.target
+    # measured on the live target: z-lab multiplies raw rows, so this number has to be right
+    ids = probe.samples[0].input_ids[:4].to(target.device)
+    rows = target.embedding.get_parameter("weight")[ids].double()
+    found = probe.reference[0].first_input[:4].double()
+    measured = float((found * rows).sum() / rows.square().sum())
+    written = float(_tree(probe)["dflash_config"].get("input_embedding_scale") or 1.0)
+    if relative_difference(rows * measured, found) < 1e-2 and abs(written / measured - 1) > 1e-2:
+        return Problem(
+            f"input_embedding_scale {written:g}, the target's first layer receives {measured:.4g} times its raw rows",
+            f"dflash_config.input_embedding_scale: {measured:.6g}",
+        )
+    logits, raw = _raw_logits(probe)
+    values = _tree(probe)["dflash_config"]
+    scaled = raw * float(values.get("output_multiplier") or 1.0)
+    cap = values.get("final_logit_softcapping")
+    scaled = torch.tanh(scaled / cap) * cap if cap else scaled
+    difference = relative_difference(scaled, logits)
+    if difference > probe.tolerance:
+        return Problem(
+            f"the written output_multiplier and soft cap give logits that differ by {difference:.1e} from the target's",
+            "dflash_config.output_multiplier and final_logit_softcapping as the target applies them",
+        )
+    return _reading_differs(probe, names, "write what the target does to embeddings and logits")
+
+
+@check("EXP009", "the written dtype is not that of the tensors, or the drafter overflows in float16", needs=("EXP001",))
+def dtype(probe: Probe) -> Problem | None:
+    found = _exported(probe)
+    kinds = {str(t.dtype).removeprefix("torch.") for t in found.tensors.values()}
+    written = found.tree.get("dtype", found.tree.get("torch_dtype"))
+    if kinds != {written}:
+        return Problem(f"config says {written}, the tensors are {sorted(kinds)}", "write dtype as stored")
+    broken = [n for n, t in probe.subject.draft_model.named_parameters() if float(t.detach().abs().max()) > 65504]
+    if broken:
+        return Problem(f"weights beyond float16: {broken[:3]}", "serve with dtype bfloat16 or float32", "warning")
+    return None
+
+
+@check("EXP010", "the exported config has keys that the drafter does not have", needs=("EXP001",))
+def foreign_keys(probe: Probe) -> Problem | None:
+    tree = _tree(probe)
+    extra = sorted(set(tree) - _BACKBONE_KEYS)
+    extra += [f"dflash_config.{key}" for key in sorted(set(tree.get("dflash_config") or {}) - _INNER_KEYS)]
+    if not extra:
+        return None
+    return Problem(f"unknown to the format: {', '.join(extra)}", "write only the keys of the format", "warning")
+
+
+@check("EXP011", "a reader would use another embedding, head or vocabulary", needs=("EXP001",))
+def vocabulary(probe: Probe) -> Problem | None:
+    tree, target = _tree(probe), probe.subject.target
+    mend = "vocab_size: rows of the target's table, padding included; tie_word_embeddings: false; no head of its own"
+    if tree["vocab_size"] != target.vocab_size:
+        return Problem(f"vocab_size {tree['vocab_size']}, the target's table has {target.vocab_size} rows", mend)
+    if tree.get("tie_word_embeddings"):
+        return Problem("tie_word_embeddings is true: the drafter has neither embedding nor head", mend)
+    for name, wanted in (("architectures", ["DFlashDraftModel"]), ("model_type", "qwen3"), ("hidden_act", "silu")):
+        if tree.get(name) != wanted:
+            return Problem(f"{name} is {tree.get(name)}, readers look for {wanted}", f"{name}: {wanted}")
+    return None
+
+
+@check(
+    "EXP012",
+    "the exported drafter computes something else than the trained one",
+    needs=(
+        "EXP001",
+        "EXP002",
+        "EXP004",
+        "EXP005",
+        "EXP006",
+        "DRF002",
+        "DRF003",
+        "DRF004",
+        "DRF005",
+        "DRF006",
+        "DRF008",
+    ),
+)
+def forward_equality(probe: Probe) -> Problem | None:
+    found = _exported(probe)
+    for reading in found.readings:
+        if reading.view is None:
+            return Problem(f"{reading.reader} {'; '.join(reading.remarks)}", "write every key of the format")
+        difference = _run(probe, reading.view, found)
+        precision = 2e-4 if next(iter(found.tensors.values())).dtype == torch.float32 else 5e-2
+        if difference > precision:
+            return Problem(
+                f"read as {reading.reader} does, its outputs differ by {difference:.1e} (relative) from training",
+                "compare the written config with the settings of the run",
+            )
+    return None
+
+
+def exported(probe: Probe) -> Exported:
+    """Export once, with random weights of probe size; cached on the probe."""
+    cached: Exported | None = probe.__dict__.get("_exported")
+    if cached is None:
+        cached = probe.__dict__["_exported"] = _export(probe)
+    return cached
+
+
+def _export(probe: Probe) -> Exported:
+    model = probe.subject.draft_model
+    with probe.shaken_weights(), probe.subject.scratch() as scratch:
+        folder = Path(scratch) / "drafter"
+        weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
+        trained = probe.run_drafter(probe.states)
+        try:
+            probe.subject.export(model, folder)
+        except ExportError as error:
+            if model.config.sample_from_anchor:
+                raise NotApplicable("the format has no words for sample_from_anchor") from error
+            return Exported({}, {}, weights, trained, refusal=str(error))
+        tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        stored = load_file(folder / "model.safetensors")
+    return Exported(tree, stored, weights, trained)
+
+
+def _exported(probe: Probe) -> Exported:
+    found = exported(probe)
+    if found.refusal:
+        raise NotApplicable("nothing was exported")
+    return found
+
+
+def _tree(probe: Probe) -> dict[str, Any]:
+    return _exported(probe).tree
+
+
+def _reading_differs(probe: Probe, names: tuple[str, ...], mend: str) -> Problem | None:
+    for reading in _exported(probe).readings:
+        if reading.view is None:
+            continue
+        found = differences(reading.view, probe.view)
+        for name in names:
+            if name in found:
+                return Problem(f"{reading.reader} reads {found[name]}", mend)
+    return None
+
+
+def _view_with_rope(probe: Probe, settings: dict[str, Any]) -> DrafterView:
+    reading = next((r for r in _exported(probe).readings if r.view is not None), None)
+    if reading is None or reading.view is None:
+        raise NotApplicable("no program reads the exported config")
+    assert reading.view.rope == settings
+    return reading.view
+
+
+def _run(probe: Probe, view: DrafterView, found: Exported) -> float:
+    block, worst = probe.block_size, 0.0
+    anchors, starts = probe.few_anchors, probe.starts(probe.few_anchors)
+    for index in (0, len(anchors) - 1):
+        states = probe.states[0, starts[index] : anchors[index]]
+        embeddings = probe.block_embeddings[0, index * block : (index + 1) * block]
+        output = reference_block(view, found.tensors, states, embeddings)
+        worst = max(worst, relative_difference(output, found.trained[index].cpu()))
+    return worst
+
+
+@torch.no_grad()
+def _raw_logits(probe: Probe) -> tuple[Tensor, Tensor]:
+    """Logits of the target and of its head module alone, for a few tokens."""
+    forward = probe.reference[0]
+    return forward.logits[:6].double().cpu(), probe.subject.target.model.get_output_embeddings()(
+        forward.normed[:6]
+    ).double().cpu()
+
+
+def _equal(found: Tensor, wanted: Tensor) -> bool:
+    return found.shape == wanted.shape and torch.equal(found, wanted)

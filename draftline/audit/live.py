@@ -1,0 +1,85 @@
+"""The subject of an audit, put together from the functions that a run uses.
+
+Functions are looked up in their modules when the subject is made, so that what is examined is what is there now.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.optim import Optimizer
+
+from draftline.audit.subject import AuditSubject, PreparedData
+from draftline.config import RunConfig
+from draftline.draft import anchors
+from draftline.draft.attention import attention_class
+from draftline.draft.model import DFlashDraftModel
+from draftline.evaluate import acceptance, generate
+from draftline.export import zlab
+from draftline.records import StepMetrics
+from draftline.target.loop import TargetForwardLoop
+from draftline.target.model import Target
+from draftline.train import checkpoint, optim, step
+from draftline.train.state import TrainState
+from draftline.transfer import pack
+
+
+def live_subject(
+    config: RunConfig,
+    target: Target,
+    draft_model: DFlashDraftModel,
+    data: PreparedData | None = None,
+    trained: bool = False,
+) -> AuditSubject:
+    """Everything that a run with these settings, target and drafter would use."""
+    pipeline = config.pipeline
+    loop = TargetForwardLoop(target, draft_model.config.target_layer_ids, pipeline.send, pipeline.target_batch_tokens)
+    device = next(draft_model.parameters()).device
+
+    def save(model: DFlashDraftModel, optimizer: Optimizer, folder: Path) -> None:
+        state = TrainState(window=StepMetrics.zero(model.config.block_size))
+        moments = optim.optimizer_tensors(optimizer, model)
+        checkpoint.write_checkpoint(
+            folder,
+            checkpoint.Checkpoint(
+                dict(model.state_dict()), moments, checkpoint.random_states(), state, config, model.config, ""
+            ),
+        )
+
+    def restore(model: DFlashDraftModel, optimizer: Optimizer, folder: Path) -> None:
+        saved = checkpoint.read_checkpoint(folder)
+        checkpoint.load_weights(model, saved.weights, folder)
+        optim.restore_optimizer(optimizer, model, saved.moments)
+
+    def teacher_forced(model: DFlashDraftModel, answers: Sequence[tuple[list[int], list[int]]]) -> float:
+        return acceptance.Acceptance.total(acceptance.teacher_forced_walk(target, model, answers)).length
+
+    def acceptance_length(generations: Sequence[generate.Generation]) -> float:
+        parts = [acceptance.Acceptance(len(g.output_ids) - 1, g.target_forwards) for g in generations]
+        return acceptance.Acceptance.total(parts).length
+
+    return AuditSubject(
+        config=config,
+        target=target,
+        draft_model=draft_model,
+        capture=loop.capture,
+        pack=pack.pack,
+        draw_anchors=anchors.draw_anchors,
+        frozen=step.FrozenTarget(target.embed, target.head),
+        row_loss=step.row_loss,
+        train_step=step.train_step,
+        attention=attention_class(config.train.attention, device),
+        make_optimizer=lambda model: optim.build_optimizer(model, config.optim),
+        learning_rate=lambda update, total: optim.learning_rate(update, total, config.optim),
+        save_state=save,
+        restore_state=restore,
+        export=lambda model, folder: zlab.export_zlab(model, folder, "float32"),
+        generate=generate.generate,
+        acceptance_length=acceptance_length,
+        teacher_forced=teacher_forced,
+        scratch=tempfile.TemporaryDirectory,
+        data=data,
+        trained=trained,
+    )

@@ -1,0 +1,236 @@
+"""Reading a loss from outside: which slots count, which label each has, and how much it weighs.
+
+The loss is called with a stand-in for the drafter, whose outputs are states of the target with known logits. The
+gradient that comes back for each slot is weight * (softmax - one-hot(label)) through the head, whatever the code in
+between looks like.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftline.audit.probe import Probe, StandIn
+from draftline.audit.reference import naive_slots, naive_weights
+from draftline.records import PackedBatch, StepMetrics
+
+
+@dataclass(frozen=True, eq=False)
+class LossTrace:
+    """One call of the run's loss with a stand-in.
+
+    Attributes:
+        source_Q: [Q] row position whose state the stand-in returned for each slot.
+        gradient_QD: [Q, D] float64, what came back for each slot.
+        loss: the value returned.
+        metrics: what was counted.
+    """
+
+    stand_in: StandIn
+    source_Q: Tensor
+    gradient_QD: Tensor
+    loss: float
+    metrics: StepMetrics
+
+
+@dataclass(frozen=True, eq=False)
+class LabelsUsed:
+    """Which labels explain the gradient of the loss.
+
+    Attributes:
+        truth_fit: share of slots whose gradient is that of hard cross entropy with the right label.
+        name, fit, layer: the explanation that fits best, and the captured layer if it is one.
+        trace: the call that this was read from.
+        unit_QD: gradient of the unweighted cross entropy with the right labels.
+    """
+
+    truth_fit: float
+    name: str
+    fit: float
+    layer: int | None
+    trace: LossTrace
+    unit_QD: Tensor
+
+
+def supervised(probe: Probe) -> list[tuple[int, int, int]]:
+    """Supervised slots of the probe's anchors: index of the anchor, slot, row position predicted."""
+    return naive_slots(probe.samples, probe.anchors, probe.block_size, probe.first)
+
+
+def loss_trace(probe: Probe) -> LossTrace:
+    """The loss with random states of the target as outputs; cached on the probe."""
+    cached: LossTrace | None = probe.__dict__.get("_loss_trace")
+    if cached is None:
+        total = probe.row.input_ids.shape[1]
+        count = len(probe.anchors) * probe.block_size
+        source_Q = torch.randint(total, (count,), generator=probe.generator(5))
+        cached = probe.__dict__["_loss_trace"] = run_loss(probe, probe.row, source_Q)
+    return cached
+
+
+def labels_used(probe: Probe, row: PackedBatch | None = None) -> LabelsUsed:
+    """Read the labels out of the loss of a row; cached on the probe for its own row."""
+    if row is not None:
+        return _read_labels(probe, run_loss(probe, row, loss_trace(probe).source_Q))
+    cached: LabelsUsed | None = probe.__dict__.get("_labels_used")
+    if cached is None:
+        cached = probe.__dict__["_labels_used"] = _read_labels(probe, loss_trace(probe))
+    return cached
+
+
+def run_loss(probe: Probe, row: PackedBatch, source_Q: Tensor, chunk_size: int | None = None) -> LossTrace:
+    subject = probe.subject
+    normed = torch.cat([forward.normed for forward in probe.reference]).to(probe.device)
+    stand_in = StandIn(probe, normed[source_Q.to(probe.device)].float())
+    loss = subject.config.loss
+    if chunk_size is not None:
+        loss = loss.model_copy(update={"chunk_size": chunk_size})
+    value, metrics = subject.row_loss(
+        stand_in,  # type: ignore[arg-type]
+        row,
+        probe.anchor_positions,
+        subject.frozen,
+        loss,
+        subject.attention,
+    )
+    value.backward()
+    gradient = stand_in.outputs.grad
+    assert gradient is not None, "the loss does not depend on the drafter's outputs"
+    return LossTrace(stand_in, source_Q, gradient.double().cpu(), float(value.detach()), metrics)
+
+
+def oracle_trace(probe: Probe, wrong_slots: set[int]) -> LossTrace:
+    """The loss with a drafter that says the target's own next token, but something else in some slots."""
+    spoken = torch.cat([forward.next_ids.cpu() for forward in probe.reference]).tolist()
+    source = []
+    for index, anchor in enumerate(probe.anchors):
+        for slot in range(probe.block_size):
+            speaker = min(anchor + slot - probe.first, len(spoken) - 1)
+            if index * probe.block_size + slot in wrong_slots:
+                speaker = next((i for i, token in enumerate(spoken) if token != spoken[speaker]), 0)
+            source.append(max(speaker, 0))
+    return run_loss(probe, probe.row, torch.tensor(source))
+
+
+def wants_data(probe: Probe) -> bool:
+    return probe.subject.config.loss.labels == "data"
+
+
+def labels_by_name(probe: Probe, name: str) -> Callable[[int], int]:
+    """What a slot that predicts row position p is taught, under one explanation."""
+    return _explanations(probe, layers=name.startswith("layer"))[name]
+
+
+def _explanations(probe: Probe, layers: bool) -> dict[str, Callable[[int], int]]:
+    own = torch.cat([forward.next_ids.cpu() for forward in probe.reference]).tolist()
+    data = torch.cat([sample.input_ids for sample in probe.samples]).tolist()
+    end = len(own) - 1
+
+    def at(ids: Sequence[int], shift: int) -> Callable[[int], int]:
+        return lambda position: int(ids[min(max(position + shift, 0), end)])
+
+    truth = at(data, 0) if wants_data(probe) else at(own, -1)
+    named = {
+        "truth": truth,
+        "what the target predicts at its own position, one place late": at(own, 0),
+        "what the target predicted two tokens before, one place early": at(own, -2),
+        "the token in the data": at(data, 0),
+        "the target's own next token": at(own, -1),
+        "the token in the data, one place late": at(data, 1),
+        "the token in the data, one place early": at(data, -1),
+    }
+    if layers:
+        for layer in probe.layer_ids:
+            ids = torch.cat(probe.ids_of_layer(layer)).tolist()
+            named[f"layer {layer}"] = at(ids, -1)
+    return named
+
+
+def _read_labels(probe: Probe, trace: LossTrace) -> LabelsUsed:
+    truth = _fit(probe, trace, labels_by_name(probe, "truth"))
+    best, name, layer, unit = truth[0], "truth", None, truth[1]
+    if best < 1.0:
+        for other, labels in _explanations(probe, layers=True).items():
+            fit = _fit(probe, trace, labels)[0]
+            if fit > best:
+                best, name = fit, other
+        layer = int(name.split()[1]) if name.startswith("layer ") else None
+    return LabelsUsed(truth[0], name, best, layer, trace, unit)
+
+
+def _fit(probe: Probe, trace: LossTrace, labels: Callable[[int], int]) -> tuple[float, Tensor]:
+    """Share of counted slots whose gradient points as that of cross entropy with `labels`, and that gradient."""
+    unit_QD = _unit_gradient(probe, trace, labels)
+    counted = [
+        index * probe.block_size + slot
+        for index, slot, _ in supervised(probe)
+        if trace.gradient_QD[index * probe.block_size + slot].norm() > 0
+    ]
+    if not counted:
+        return 0.0, unit_QD
+    cosine = torch.cosine_similarity(trace.gradient_QD[counted], unit_QD[counted], dim=-1, eps=1e-30)
+    return float((cosine > (0.9999 if probe.tolerance < 1e-2 else 0.98)).double().mean()), unit_QD
+
+
+def _unit_gradient(probe: Probe, trace: LossTrace, labels: Callable[[int], int]) -> Tensor:
+    """[Q, D] gradient of unweighted cross entropy, dense and in one piece; 0 where nothing is supervised."""
+    slots = [(index * probe.block_size + slot, labels(position)) for index, slot, position in supervised(probe)]
+    chosen = torch.tensor([q for q, _ in slots], device=probe.device)
+    leaf = trace.stand_in.outputs.detach()[chosen].requires_grad_(True)
+    logits = probe.subject.frozen.head.logits(leaf).float()
+    wanted = torch.tensor([label for _, label in slots], device=probe.device)
+    (-logits.log_softmax(-1).gather(1, wanted[:, None])).sum().backward()
+    assert leaf.grad is not None, "the head passes no gradient on"
+    unit_QD = torch.zeros_like(trace.gradient_QD)
+    unit_QD[chosen.cpu()] = leaf.grad.double().cpu()
+    return unit_QD
+
+
+def soft_hint(probe: Probe, used: LabelsUsed) -> str:
+    """Whether the gradient is that of the target's whole distribution."""
+    slots = [(i * probe.block_size + k, p - 1) for i, k, p in supervised(probe)]
+    chosen = torch.tensor([q for q, _ in slots], device=probe.device)
+    leaf = used.trace.stand_in.outputs.detach()[chosen].requires_grad_(True)
+    teacher = torch.cat([forward.logits for forward in probe.reference])[[p for _, p in slots]].to(leaf.device).float()
+    logits = probe.subject.frozen.head.logits(leaf).float()
+    (-(teacher.softmax(-1) * logits.log_softmax(-1)).sum()).backward()
+    assert leaf.grad is not None, "the head passes no gradient on"
+    cosine = torch.cosine_similarity(used.trace.gradient_QD[chosen.cpu()], leaf.grad.double().cpu(), dim=-1)
+    share = float((cosine > 0.999).double().mean())
+    return f"; it is that of the target's whole distribution (KL) at {share:.1%}" if share > 0.5 else ""
+
+
+def measured_weights(probe: Probe, used: LabelsUsed) -> Tensor:
+    """[Q] how much each slot weighs: its gradient's length against that of the unweighted one."""
+    del probe
+    unit = used.unit_QD.norm(dim=-1)
+    return used.trace.gradient_QD.norm(dim=-1) / unit.clamp_min(1e-30) * (unit > 0)
+
+
+def weights_by_slot(probe: Probe, used: LabelsUsed) -> list[float]:
+    weights = measured_weights(probe, used)
+    by_slot: list[list[float]] = [[] for _ in range(probe.block_size)]
+    for index, slot, _ in supervised(probe):
+        by_slot[slot].append(float(weights[index * probe.block_size + slot]))
+    return [sum(values) / len(values) if values else 0.0 for values in by_slot]
+
+
+def constant_ratio(probe: Probe, used: LabelsUsed) -> float | None:
+    """Measured over wanted weight if it is the same at all slots, else None."""
+    weights = measured_weights(probe, used)
+    wanted = naive_weights(probe.block_size, probe.gamma, probe.first)
+    ratios = [float(weights[i * probe.block_size + k]) / wanted[k] for i, k, _ in supervised(probe)]
+    middle = sorted(ratios)[len(ratios) // 2]
+    tolerance = 5e-3 if probe.tolerance < 1e-2 else 0.1
+    return middle if all(abs(r - middle) <= tolerance * middle for r in ratios) else None
+
+
+def decay_of(weights: list[float], first: int) -> str:
+    present = [w for w in weights[first:] if w > 0]
+    if len(present) < 2 or math.isclose(present[0], present[-1], rel_tol=1e-2):
+        return " (all alike)" if len(present) > 1 else ""
+    return f" (a decay of {-(len(present) - 1) / math.log(present[-1] / present[0]):.2f})"

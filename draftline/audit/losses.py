@@ -1,0 +1,293 @@
+"""LOS: is each slot taught the right token, with the right weight, and nothing else?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import SGD
+
+from draftline.audit.finding import NotApplicable, Problem, check
+from draftline.audit.loss_reading import (
+    constant_ratio,
+    decay_of,
+    labels_by_name,
+    labels_used,
+    loss_trace,
+    measured_weights,
+    oracle_trace,
+    run_loss,
+    soft_hint,
+    supervised,
+    wants_data,
+    weights_by_slot,
+)
+from draftline.audit.probe import Probe, relative_difference
+from draftline.audit.reference import naive_anchors, naive_slots, naive_weights
+from draftline.config import PUBLISHED_DECAY
+from draftline.draft.model import DFlashDraftModel
+from draftline.records import PackedBatch
+
+_FITS = 0.9
+"""Share of slots that an explanation has to fit to be named."""
+
+
+@check("LOS001", "the loss is not hard cross entropy", needs=("TGT002", "TGT003", "TGT008"))
+def hard_cross_entropy(probe: Probe) -> Problem | None:
+    used = labels_used(probe)
+    mend = "sum weight * F.cross_entropy(logits, label) over supervised slots, no smoothing, temperature or mixture"
+    if used.fit < _FITS:
+        return Problem(
+            f"the gradient is that of hard cross entropy at only {used.fit:.1%} of slots, whatever label is assumed"
+            f"{soft_hint(probe, used)}",
+            mend,
+        )
+    labels = labels_by_name(probe, used.name)
+    weights = measured_weights(probe, used) if used.truth_fit == 1.0 else None
+    if weights is None:
+        return None
+    logits = torch.cat([forward.logits for forward in probe.reference])[used.trace.source_Q]
+    slots = [(index * probe.block_size + slot, position) for index, slot, position in supervised(probe)]
+    wanted = sum(
+        -float(weights[q]) * float(logits[q].double().log_softmax(-1)[labels(position)]) for q, position in slots
+    )
+    difference = abs(used.trace.loss - wanted) / max(abs(wanted), 1e-9)
+    if difference > 3 * probe.tolerance:
+        return Problem(f"loss of the probe row {used.trace.loss:.5f}, sum of weight * cross entropy {wanted:.5f}", mend)
+    return None
+
+
+@check("LOS002", "labels are not the right tokens for their slots", needs=("TGT002", "TGT003", "TGT008"))
+def right_labels(probe: Probe) -> Problem | None:
+    used = labels_used(probe)
+    if used.truth_fit == 1.0 or used.fit < _FITS:
+        return None
+    meant = "the token in the data" if wants_data(probe) else "the target's prediction made at the token before"
+    return Problem(
+        f"slot k is taught {used.name} (fits {used.fit:.1%} of slots; right ones fit {used.truth_fit:.1%})",
+        f"the label of a slot that predicts position p is {meant} p",
+    )
+
+
+@check("LOS003", "the decay gamma does not belong to the block size")
+def decay_pair(probe: Probe) -> Problem | None:
+    block, gamma = probe.block_size, probe.gamma
+    published = PUBLISHED_DECAY.get(block)
+    pairs = ", ".join(f"{g:g} for blocks of {p}" for p, g in PUBLISHED_DECAY.items())
+    wanted = block / 2 if published is None else published
+    fits = math.isclose(gamma, wanted, rel_tol=1e-6) if published is not None else 0.75 < gamma / wanted < 1.34
+    if fits:
+        return None
+    return Problem(
+        f"gamma {gamma:g} with blocks of {block}; published are {pairs}", f"loss.decay_gamma={wanted:g}", "warning"
+    )
+
+
+@check("LOS004", "slots are not weighted by the decay", needs=("LOS001", "LOS002"))
+def right_weights(probe: Probe) -> Problem | None:
+    used = labels_used(probe)
+    if used.truth_fit < 1.0:
+        raise NotApplicable("weights cannot be read without right labels")
+    ratio = constant_ratio(probe, used)
+    if ratio is not None:
+        return None
+    found = weights_by_slot(probe, used)
+    wanted = naive_weights(probe.block_size, probe.gamma, probe.first)
+    return Problem(
+        f"measured weights by slot {_numbers(found)}, wanted {_numbers(wanted)}{decay_of(found, probe.first)}",
+        f"weight of slot k: exp(-(k - {probe.first}) / {probe.gamma:g})",
+    )
+
+
+@check("LOS005", "the wrong slots carry a loss", needs=("TGT001",))
+def right_slots(probe: Probe) -> Problem | None:
+    trace = loss_trace(probe)
+    found = {int(q) for q in (trace.gradient_QD.norm(dim=-1) > 0).nonzero()[:, 0]}
+    wanted = {index * probe.block_size + slot for index, slot, _ in supervised(probe)}
+    extra, missing = sorted(found - wanted), sorted(wanted - found)
+    if not extra and not missing:
+        return None
+    return Problem(
+        f"{len(extra)} slots carry a loss that should not{_examples(probe, extra)}; {len(missing)} carry none that "
+        f"should{_examples(probe, missing)}",
+        "supervise the unbroken run of answer tokens after the anchor: not the anchor's own slot, nothing past the "
+        "answer or the document, and keep the slots of a partial block",
+    )
+
+
+@check("LOS006", "the update depends on how rows are split, or is divided by the wrong count")
+def split_invariance(probe: Probe) -> Problem | None:
+    with probe.shaken_weights():
+        whole = _step_gradients(probe, [probe.row])
+        parts = _step_gradients(probe, [probe.row_of([item]) for item in probe.reference_captured])
+        direct = _direct_gradients(probe)
+    split = _gradient_difference(parts, whole)
+    mend = "sum the loss over all rows and ranks of a step, and divide once by the global count of supervised slots"
+    if split > 1e-3:
+        return Problem(f"one row, or the same in three micro-batches: gradients differ by {split:.1e} (relative)", mend)
+    ratio = _norm(whole) / max(_norm(direct), 1e-30)
+    if abs(ratio - 1) > 1e-3 or _gradient_difference(whole, direct) > 1e-3:
+        return Problem(f"the step's gradient is {ratio:.4f} times the sum over slots divided by their number", mend)
+    used = labels_used(probe)
+    factor = constant_ratio(probe, used) if used.truth_fit == 1.0 else 1.0
+    if factor is not None and abs(factor - 1) > 1e-2:
+        return Problem(
+            f"the loss of a row is {factor:.4f} times its sum over slots: it is divided before rows are added", mend
+        )
+    return None
+
+
+@check("LOS007", "the gradient does not reach every parameter of the drafter")
+def gradient_everywhere(probe: Probe) -> Problem | None:
+    with probe.shaken_weights():
+        gradients = _step_gradients(probe, [probe.row])
+    dead = [name for name, g in gradients.items() if not g.isfinite().all() or not (g != 0).any()]
+    trainable = [name for name, p in probe.subject.target.model.named_parameters() if p.grad is not None]
+    if not dead and not trainable:
+        return None
+    return Problem(
+        f"no finite gradient in {len(dead)} of {len(gradients)} drafter parameters {dead[:3]}; "
+        f"a gradient in {len(trainable)} parameters of the target {trainable[:3]}",
+        "detach nothing between the loss and the drafter's inputs, and freeze the target",
+    )
+
+
+@check("LOS008", "chunks change the loss", needs=("LOS001", "LOS005"))
+def chunk_independent(probe: Probe) -> Problem | None:
+    one = loss_trace(probe)
+    other = run_loss(probe, probe.row, one.source_Q, chunk_size=5)
+    difference = relative_difference(other.gradient_QD, one.gradient_QD)
+    value = abs(other.loss - one.loss) / max(abs(one.loss), 1e-9)
+    if max(difference, value) < probe.tolerance:
+        return None
+    return Problem(
+        f"in chunks of 5 slots the loss is {other.loss:.5f}, else {one.loss:.5f}; gradients differ by {difference:.1e}",
+        "add the chunks' sums, each with its own slots and labels",
+    )
+
+
+@check("LOS009", "accuracy and streak are not counted from the blocks", needs=("LOS002", "LOS005", "TGT008"))
+def right_metrics(probe: Probe) -> Problem | None:
+    wrong_slots = {q for q in range(len(probe.anchors) * probe.block_size) if q % 5 == 3}
+    metrics = oracle_trace(probe, wrong_slots).metrics
+    wanted = _naive_metrics(probe, wrong_slots)
+    found = {
+        "slots": metrics.slots,
+        "right slots": int(metrics.correct_target_P.sum()),
+        "right in an unbroken run": int(metrics.run_correct_P.sum()),
+        "slots reached by a run": int(metrics.run_slots_P.sum()),
+        "streak": round(metrics.streak_sum),
+        "blocks": metrics.blocks,
+        "tokens": metrics.tokens,
+    }
+    different = [name for name in wanted if wanted[name] != found[name]]
+    doubled = metrics + metrics
+    if not different and (doubled.slots != 2 * metrics.slots or doubled.blocks != 2 * metrics.blocks):
+        different = ["slots"]
+    if not different:
+        return None
+    name = different[0]
+    return Problem(
+        f"with {len(wrong_slots)} slots answered wrongly on purpose, {name}: counted {found[name]}, are {wanted[name]}",
+        "count sums per block, add them over rows and ranks, divide once; the bonus token is no part of the streak",
+    )
+
+
+def _examples(probe: Probe, slots: list[int]) -> str:
+    if not slots:
+        return ""
+    index, slot = divmod(slots[0], probe.block_size)
+    return f" (first: slot {slot} of the block at {probe.anchors[index]})"
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return "[" + ", ".join(f"{v:.3f}" for v in values) + "]"
+
+
+# The step.
+
+
+class _Recorder(SGD):
+    """An optimiser that keeps the gradients and moves nothing."""
+
+    def __init__(self, model: DFlashDraftModel) -> None:
+        super().__init__(model.parameters(), lr=0.0)
+        self.model = model
+        self.gradients: dict[str, Tensor] = {}
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Keep a copy of every gradient."""
+        del closure
+        for name, parameter in self.model.named_parameters():
+            self.gradients[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        return None
+
+
+def _step_gradients(probe: Probe, rows: list[PackedBatch]) -> dict[str, Tensor]:
+    """Gradients that reach the optimiser in one step over some rows, not clipped."""
+    subject = probe.subject
+    recorder = _Recorder(subject.draft_model)
+    anchors = [torch.tensor(_eligible(row), device=probe.device) for row in rows]
+    subject.train_step(
+        draft_model=subject.draft_model,
+        batches=rows,
+        anchors=anchors,
+        frozen=subject.frozen,
+        optimizer=recorder,
+        loss=subject.config.loss,
+        attention=subject.attention,
+        clip_norm=1e12,
+    )
+    return recorder.gradients
+
+
+def _direct_gradients(probe: Probe) -> dict[str, Tensor]:
+    """Gradient of the row's loss, divided once by the count that the configuration names."""
+    subject = probe.subject
+    anchors = naive_anchors(probe.samples)
+    slots = naive_slots(probe.samples, anchors, probe.block_size, probe.first)
+    weights = naive_weights(probe.block_size, probe.gamma, probe.first)
+    count = len(slots) if subject.config.loss.denominator == "slots" else math.fsum(weights[k] for _, k, _ in slots)
+    positions = torch.tensor(anchors, device=probe.device)
+    value, _ = subject.row_loss(
+        subject.draft_model, probe.row, positions, subject.frozen, subject.config.loss, subject.attention
+    )
+    names, parameters = zip(*subject.draft_model.named_parameters(), strict=True)
+    gradients = torch.autograd.grad(value / count, parameters, allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g for name, p, g in zip(names, parameters, gradients, strict=True)
+    }
+
+
+def _eligible(row: PackedBatch) -> list[int]:
+    mask, documents = row.loss_mask[0].tolist(), row.document_ids[0].tolist()
+    return [t for t in range(len(mask) - 1) if mask[t] and mask[t + 1] and documents[t] == documents[t + 1]]
+
+
+def _gradient_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max((relative_difference(found[name], g) for name, g in wanted.items() if (g != 0).any()), default=0.0)
+
+
+def _norm(gradients: dict[str, Tensor]) -> float:
+    return math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
+
+
+def _naive_metrics(probe: Probe, wrong_slots: set[int]) -> dict[str, int]:
+    """What is right when every slot is right but some."""
+    blocks: dict[int, list[bool]] = {}
+    for index, slot, _ in supervised(probe):
+        blocks.setdefault(index, []).append(index * probe.block_size + slot not in wrong_slots)
+    runs = [next((i for i, right in enumerate(slots) if not right), len(slots)) for slots in blocks.values()]
+    return {
+        "slots": sum(map(len, blocks.values())),
+        "right slots": sum(map(sum, blocks.values())),
+        "right in an unbroken run": sum(runs),
+        "slots reached by a run": sum(
+            min(run + 1, len(slots)) for run, slots in zip(runs, blocks.values(), strict=True)
+        ),
+        "streak": sum(runs),
+        "blocks": len(blocks),
+        "tokens": probe.row.input_ids.shape[1],
+    }

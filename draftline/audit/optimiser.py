@@ -1,0 +1,253 @@
+"""OPT: are exactly the drafter's weights trained, precisely enough to move, and resumed as they were?"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from draftline.audit.finding import Problem, check
+from draftline.audit.probe import Probe
+from draftline.draft.model import DFlashDraftModel
+
+_STEPS = 4
+
+
+@check("OPT001", "the optimiser does not hold exactly the drafter's parameters")
+def parameter_set(probe: Probe) -> Problem | None:
+    model = probe.subject.draft_model
+    groups = probe.subject.make_optimizer(model).param_groups
+    held = [id(p) for group in groups for p in group["params"]]
+    wanted = {id(p): name for name, p in model.named_parameters()}
+    frozen = {id(p): name for name, p in probe.subject.target.model.named_parameters()}
+    missing = [name for key, name in wanted.items() if key not in held]
+    foreign = [frozen.get(key, "an unknown tensor") for key in held if key not in wanted]
+    stopped = [name for name, p in model.named_parameters() if not p.requires_grad]
+    if not missing and not foreign and not stopped and len(set(held)) == len(held):
+        return None
+    return Problem(
+        f"{len(missing)} drafter parameters not held {missing[:3]}, {len(foreign)} held that are none {foreign[:3]}, "
+        f"{len(stopped)} that do not train {stopped[:3]}, {len(held) - len(set(held))} held twice",
+        "give the optimiser draft_model.parameters(), all and nothing else",
+    )
+
+
+@check("OPT002", "weights or optimiser state are not float32")
+def precision(probe: Probe) -> Problem | None:
+    with _copied(probe) as (model, optimizer):
+        low = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
+        _step(probe, model, optimizer)
+        moments = {
+            str(value.dtype)
+            for state in optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, Tensor) and value.dtype != torch.float32
+        }
+    if not low and not moments:
+        return None
+    return Problem(
+        f"{len(low)} parameters are not float32 {low[:2]}; moments in {sorted(moments)}",
+        "keep float32 master weights and moments; autocast the forward instead",
+    )
+
+
+@check("OPT003", "some weights never move", needs=("OPT001", "LOS007"))
+def everything_moves(probe: Probe) -> Problem | None:
+    with _copied(probe) as (model, optimizer):
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        for _ in range(_STEPS):
+            _step(probe, model, optimizer)
+        still = {
+            name: float((p.detach() == before[name]).double().mean())
+            for name, p in model.named_parameters()
+            if (p.detach() == before[name]).double().mean() > 0.5
+        }
+    if not still:
+        return None
+    name = max(still, key=still.__getitem__)
+    return Problem(
+        f"after {_STEPS} steps {still[name]:.0%} of {name} is exactly as before; so are {len(still)} of {len(before)} "
+        "tensors in their greater part",
+        "float32 master weights: in bfloat16 a step below 2^-9 of a weight is rounded away; and a rate above 0",
+    )
+
+
+@check("OPT004", "the learning rate does not follow its schedule")
+def schedule(probe: Probe) -> Problem | None:
+    config, total = probe.subject.config.optim, 200
+    rates = [probe.subject.learning_rate(update, total) for update in range(total)]
+    peak, top = max(rates), rates.index(max(rates))
+    wanted_top = round(config.warmup_fraction * total)
+    mend = "a linear rise over warmup_fraction of all updates, then half a cosine to final_fraction"
+    falling = all(a >= b - 1e-12 for a, b in pairwise(rates[top:]))
+    rising = all(a <= b + 1e-12 for a, b in pairwise(rates[: top + 1]))
+    middle = rates[top + (total - top) // 2] if top < total - 2 else peak
+    half = config.learning_rate * (1 + config.final_fraction) / 2
+    faults = {
+        f"peak {peak:.3g}, learning_rate is {config.learning_rate:.3g}": math.isclose(
+            peak, config.learning_rate, rel_tol=0.02
+        ),
+        f"peak at update {top}, warm-up ends at {wanted_top}": abs(top - wanted_top) <= 2,
+        f"first rate {rates[0]:.3g}": rates[0] > 0,
+        f"last rate {rates[-1]:.3g}, wanted {config.final_fraction * config.learning_rate:.3g}": abs(
+            rates[-1] - config.final_fraction * config.learning_rate
+        )
+        <= 0.02 * config.learning_rate,
+        "it does not rise and then fall": rising and falling,
+        f"half-way rate {middle:.3g}, wanted {half:.3g}": abs(middle - half) <= 0.05 * config.learning_rate,
+    }
+    wrong = [text for text, right in faults.items() if not right]
+    return Problem(f"over {total} updates: {wrong[0]}", mend) if wrong else None
+
+
+@check("OPT005", "the optimiser's numbers are not the configured ones")
+def numbers(probe: Probe) -> Problem | None:
+    config = probe.subject.config.optim
+    groups = probe.subject.make_optimizer(probe.subject.draft_model).param_groups
+    for group in groups:
+        for name, wanted in (
+            ("lr", config.learning_rate),
+            ("weight_decay", config.weight_decay),
+            ("betas", (config.beta1, config.beta2)),
+        ):
+            if name not in group or group[name] != wanted:
+                return Problem(f"{name} is {group.get(name)}, configured {wanted}", "build the optimiser from optim.*")
+    return None
+
+
+@check("OPT006", "gradients are not clipped as configured", needs=("LOS006",))
+def clipping(probe: Probe) -> Problem | None:
+    recorded: list[float] = []
+    with _copied(probe) as (model, optimizer):
+
+        def record(*_: object) -> None:
+            recorded.append(
+                math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
+            )
+
+        optimizer.register_step_pre_hook(record)
+        full = _step(probe, model, optimizer, clip_norm=1e12)
+        _step(probe, model, optimizer, clip_norm=1e-3)
+        _step(probe, model, optimizer, clip_norm=1e12)
+    if len(recorded) == 3 and abs(recorded[1] - 1e-3) <= 1e-5 and abs(recorded[0] / full - 1) < 1e-3:
+        return None
+    return Problem(
+        f"norms that reached the optimiser {[f'{r:.3g}' for r in recorded]} with clip_norm 1e12, 1e-3, 1e12; the first "
+        f"was reported as {full:.3g}",
+        "clip the norm of the whole gradient once per step, after the division",
+    )
+
+
+@check("OPT007", "a resumed run is not the run that was interrupted", needs=("OPT001",))
+def resume(probe: Probe) -> Problem | None:
+    subject = probe.subject
+    with _copied(probe) as (model, optimizer), subject.scratch() as scratch:
+        _step(probe, model, optimizer)
+        _step(probe, model, optimizer)
+        subject.save_state(model, optimizer, Path(scratch) / "state")
+        other = DFlashDraftModel(model.config).to(probe.device)
+        other_optimizer = subject.make_optimizer(other)
+        subject.restore_state(other, other_optimizer, Path(scratch) / "state")
+        _step(probe, model, optimizer)
+        _step(probe, other, other_optimizer)
+        different = [
+            name
+            for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True)
+            if not (torch.equal(p, q) if probe.device.type == "cpu" else torch.allclose(p, q, atol=1e-6))
+        ]
+    if not different:
+        return None
+    return Problem(
+        f"2 steps, a checkpoint and 1 step give other weights than 3 steps in {len(different)} tensors {different[:3]}",
+        "save and restore weights, both moments and update counts, in float32 and by name",
+    )
+
+
+@check("OPT008", "training changes the target")
+def target_untouched(probe: Probe) -> Problem | None:
+    target = probe.subject.target.model
+    before = {name: p.detach().sum(dtype=torch.float64).item() for name, p in target.named_parameters()}
+    with _copied(probe) as (model, optimizer):
+        _step(probe, model, optimizer)
+        _step(probe, model, optimizer)
+    changed = [n for n, p in target.named_parameters() if p.detach().sum(dtype=torch.float64).item() != before[n]]
+    if not changed:
+        return None
+    return Problem(
+        f"two steps changed {len(changed)} of its tensors {changed[:3]}", "requires_grad_(False) on the target"
+    )
+
+
+@check("OPT009", "the run does not fit into memory")
+def memory(probe: Probe) -> Problem | None:
+    subject, config = probe.subject, probe.subject.config
+    weights = sum(p.numel() for p in subject.draft_model.parameters())
+    target_bytes = sum(p.numel() * p.element_size() for p in subject.target.model.parameters())
+    row = config.train.tokens_per_row
+    shape = subject.draft_model.config
+    states = row * (len(shape.target_layer_ids) + 1) * shape.hidden_size * 4
+    slots = (
+        row // 4 * shape.block_size
+        if config.train.num_anchors >= row // 4
+        else config.train.num_anchors * shape.block_size
+    )
+    activations = shape.num_hidden_layers * (slots + row) * (4 * shape.hidden_size + 3 * shape.intermediate_size) * 4
+    logits = 3 * min(config.loss.chunk_size, slots) * shape.vocab_size * 4
+    total = target_bytes + 16 * weights + 2 * states + activations + logits
+    available = _total_memory(probe.device)
+    parts = {
+        "target": target_bytes,
+        "drafter with gradients and moments": 16 * weights,
+        "states of a row": 2 * states,
+        "activations": activations,
+        "logits of a chunk": logits,
+    }
+    text = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+    probe.notes.append(
+        f"memory: about {total / 2**30:.2f} GiB of {available / 2**30:.1f} ({text}); a checkpoint takes "
+        f"{12 * weights / 2**30:.2f} GiB of disk"
+    )
+    if total <= available:
+        return None
+    return Problem(
+        f"about {total / 2**30:.1f} GiB are needed, {available / 2**30:.1f} GiB are there",
+        "lower train.num_anchors, train.tokens_per_row or loss.chunk_size, or set target.dtype=bfloat16",
+        "warning",
+    )
+
+
+def _total_memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@contextmanager
+def _copied(probe: Probe) -> Iterator[tuple[DFlashDraftModel, Optimizer]]:
+    """A copy of the drafter with an optimiser of the run's own making; the drafter itself is left alone."""
+    model = copy.deepcopy(probe.subject.draft_model).train()
+    yield model, probe.subject.make_optimizer(model)
+
+
+def _step(probe: Probe, model: DFlashDraftModel, optimizer: Optimizer, clip_norm: float | None = None) -> float:
+    """One step of the run on the probe's row; returns the gradient norm that it reports."""
+    subject = probe.subject
+    result = subject.train_step(
+        draft_model=model,
+        batches=[probe.row],
+        anchors=[probe.anchor_positions],
+        frozen=subject.frozen,
+        optimizer=optimizer,
+        loss=subject.config.loss,
+        attention=subject.attention,
+        clip_norm=subject.config.optim.clip_norm if clip_norm is None else clip_norm,
+    )
+    return result.grad_norm

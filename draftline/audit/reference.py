@@ -1,0 +1,159 @@
+"""What is right, computed without the code under examination: slowly, in float64, one conversation at a time.
+
+Nothing here uses hooks, packing, batching, masks or chunks. The target is run as its users run it, and watched by
+wrapping its modules' `forward`; blocks, labels, weights and losses follow the definitions in nested loops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftline.records import Sample
+from draftline.target.model import Target
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceForward:
+    """One conversation through the target alone.
+
+    Attributes:
+        layers: [S, D] output of each decoder layer, in the order in which they ran.
+        first_input: [S, D] what the first decoder layer received.
+        normed: [S, D] what the output head received.
+        logits: [S, V] what `ForCausalLM.forward` returned.
+    """
+
+    layers: list[Tensor]
+    first_input: Tensor
+    normed: Tensor
+    logits: Tensor
+
+    @property
+    def next_ids(self) -> Tensor:
+        """[S] the target's own greedy next token."""
+        return self.logits.argmax(-1)
+
+
+@torch.no_grad()
+def target_forward(target: Target, input_ids: Tensor) -> ReferenceForward:
+    """Run one conversation, [S] ids, without padding and without company."""
+    model = target.model
+    seen: list[tuple[Tensor, Tensor]] = []
+    seen_by_head: list[tuple[Tensor, Tensor]] = []
+    with _watched(list(target.decoder_layers), seen), _watched([model.get_output_embeddings()], seen_by_head):
+        logits = model(input_ids=input_ids[None].to(target.device), use_cache=False).logits
+    return ReferenceForward(
+        layers=[output[0] for _, output in seen],
+        first_input=seen[0][0][0],
+        normed=seen_by_head[-1][0][0],
+        logits=logits[0],
+    )
+
+
+@contextmanager
+def _watched(modules: list[nn.Module], seen: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Note first input and first output of every call, by standing in for each module's `forward`."""
+    originals = [(module, module.__dict__.get("forward")) for module in modules]
+
+    def watch(module: nn.Module) -> None:
+        inner = module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            output = inner(*args, **kwargs)
+            given = args[0] if args else kwargs["hidden_states"]
+            seen.append((given.detach().clone(), (output[0] if isinstance(output, tuple) else output).detach().clone()))
+            return output
+
+        module.forward = forward
+
+    for module in modules:
+        watch(module)
+    try:
+        yield
+    finally:
+        for module, original in originals:
+            if original is None:
+                del module.__dict__["forward"]
+            else:
+                module.forward = original
+
+
+def documents(document_ids: Sequence[int]) -> list[range]:
+    """Row positions of each document, in order."""
+    starts = [i for i, d in enumerate(document_ids) if i == 0 or d != document_ids[i - 1]]
+    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(document_ids)], strict=True)]
+
+
+def naive_anchors(samples: Sequence[Sample]) -> list[int]:
+    """Row positions where a block may start, for samples packed one after another."""
+    anchors, start = [], 0
+    for sample in samples:
+        mask = sample.loss_mask.tolist()
+        anchors += [start + t for t in range(len(mask) - 1) if mask[t] and mask[t + 1]]
+        start += len(mask)
+    return anchors
+
+
+def naive_slots(
+    samples: Sequence[Sample], anchors: Sequence[int], block_size: int, first: int
+) -> list[tuple[int, int, int]]:
+    """Supervised slots as (index of the anchor, slot, row position predicted).
+
+    Args:
+        first: 1 if the anchor's slot predicts nothing, 0 if every slot predicts the token after its own.
+    """
+    mask = [bool(m) for sample in samples for m in sample.loss_mask.tolist()]
+    owner = [i for i, sample in enumerate(samples) for _ in range(len(sample))]
+    slots = []
+    for index, anchor in enumerate(anchors):
+        for slot in range(first, block_size):
+            position = anchor + slot + (1 - first)
+            if position >= len(mask) or owner[position] != owner[anchor] or not mask[position]:
+                break
+            slots.append((index, slot, position))
+    return slots
+
+
+def visible(
+    *,
+    query: int,
+    key: int,
+    anchor: int,
+    start: int,
+    block: int,
+    key_block: int | None,
+    causal: bool,
+    window: int | None,
+) -> bool:
+    """Whether a query sees a key. The one place that says so in words of positions.
+
+    Args:
+        query: slot of the query in its block.
+        key: row position of a context key, or slot of a block's key if `key_block` is given.
+        anchor, start: of the query's block: row positions of the anchor and of its document's first token.
+        block, key_block: index of the query's block, and of the key's block if it is no context key.
+    """
+    if key_block is None:
+        in_window = window is None or anchor + query - key < window
+        return start <= key < anchor and in_window
+    if key_block != block or (causal and key > query):
+        return False
+    return window is None or query - key < window
+
+
+def naive_cross_entropy(logits: Tensor, labels: Sequence[int], weights: Sequence[float]) -> float:
+    """Sum of weight * -log softmax(logits)[label], in float64."""
+    log_probabilities = logits.double().log_softmax(-1)
+    return math.fsum(-w * float(log_probabilities[i, y]) for i, (y, w) in enumerate(zip(labels, weights, strict=True)))
+
+
+def naive_weights(block_size: int, gamma: float, first: int) -> list[float]:
+    """exp(-(k - first) / gamma) for each slot; 0 before the first that predicts."""
+    return [0.0 if k < first else math.exp(-(k - first) / gamma) for k in range(block_size)]

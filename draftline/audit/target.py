@@ -1,0 +1,320 @@
+"""TGT: are the captured states and the training targets those of the target that will be served?
+
+The reference is the target itself, run on one conversation at a time and watched through its modules' `forward`, and
+the logits that its `ForCausalLM.forward` returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from draftline.audit.capture_reading import (
+    AGREEMENT,
+    captured_slices,
+    describe_change,
+    last_states_differ,
+    slice_of,
+    states_seen_by_drafter,
+    target_source,
+    without_ties,
+)
+from draftline.audit.finding import NotApplicable, Problem, check
+from draftline.audit.loss_reading import labels_used
+from draftline.audit.probe import Probe, relative_difference
+from draftline.audit.reference import target_forward
+from draftline.errors import TargetError
+
+
+@check("TGT001", "the captured states and the states for the training targets are swapped")
+def swapped(probe: Probe) -> Problem | None:
+    last = probe.subject.target.num_layers - 1
+    source = target_source(probe)
+    slices = captured_slices(probe)
+    if len(slices) == 1 and slices[0].nearest == last and slices[0].distance < probe.tolerance and source.layer != last:
+        return _swap("the target loop", probe)
+    if _packed_swapped(probe):
+        return _swap("the packed row", probe)
+    if _row_loss_swaps(probe):
+        return _swap("the loss", probe)
+    return None
+
+
+@check("TGT002", "the training targets are not the target's own next tokens", needs=("TGT001",))
+def own_predictions(probe: Probe) -> Problem | None:
+    source = target_source(probe)
+    if source.agreement >= AGREEMENT:
+        return _labels_of_a_layer(probe)
+    if source.perturbed:
+        return None
+    looks = f"they look like {source.name} (agreement {source.best:.1%})" if source.best > 0.5 else "they look random"
+    return Problem(
+        f"training targets equal the target's own predictions at {source.agreement:.1%} of positions; {looks}",
+        "take them from the output of the last decoder layer, through the target's own final norm and lm_head",
+    )
+
+
+@check("TGT003", "what is done to the captured states reaches the training targets", needs=("TGT001",))
+def clean_targets(probe: Probe) -> Problem | None:
+    mend = "add noise to a copy of the captured states, after the training targets were taken"
+    again = [probe.subject.capture([sample])[0] for sample in probe.samples]
+    for sample, first, second in zip(probe.samples, probe.captured, again, strict=True):
+        differing = probe.target_ids_of(first) != probe.target_ids_of(second)
+        states_differ = last_states_differ(first, second)
+        if differing.any() or states_differ > probe.tolerance:
+            return Problem(
+                f"two captures of sample {sample.sample_id} give other training targets at {int(differing.sum())} of "
+                f"{len(sample)} tokens (last states differ by {states_differ:.1e})",
+                mend,
+            )
+    source = target_source(probe)
+    if source.agreement < AGREEMENT and source.perturbed:
+        return Problem(
+            f"training targets equal the target's own at {source.agreement:.1%}: the last layer's states were changed "
+            f"before the head (relative difference {source.distance:.1e})",
+            mend,
+        )
+    return _shared_memory(probe, mend) or _loss_depends_on_states(probe, mend)
+
+
+@check("TGT004", "captured states come from other layers than the drafter is told", needs=("TGT001",))
+def declared_layers(probe: Probe) -> Problem | None:
+    found = [s.nearest if s.distance < probe.tolerance else None for s in captured_slices(probe)]
+    wanted = list(probe.layer_ids)
+    known = [layer for layer in found if layer is not None]
+    if len(found) == len(wanted):
+        wrong = any(f is not None and f != w for f, w in zip(found, wanted, strict=True))
+    else:  # a layer that is missing is DRF001's to report
+        wrong = any(layer not in wanted for layer in known) or known != sorted(set(known))
+    if not wrong:
+        return None
+    return Problem(
+        f"declared target_layer_ids {wanted}, captured are the outputs of layers "
+        f"{['?' if layer is None else layer for layer in found]}",
+        f"hook the outputs of layers {wanted}, in this order (a shift by one is the other numbering convention)",
+    )
+
+
+@check("TGT006", "captured states are not what the target computes", needs=("TGT001", "TGT004", "TGT005"))
+def captured_values(probe: Probe) -> Problem | None:
+    for index, one in enumerate(captured_slices(probe)):
+        if one.distance < probe.tolerance:
+            continue
+        layer = probe.layer_ids[index] if index < len(probe.layer_ids) else one.nearest
+        found = torch.cat([slice_of(probe, item, index) for item in probe.captured])
+        looks = describe_change(probe, found, layer)
+        return Problem(
+            f"captured layer {layer} differs from the target's own output by {one.distance:.1e} (relative): {looks}",
+            "hand on each layer's output as it is, for the same tokens, in the target's dtype",
+        )
+    return None
+
+
+@check("TGT005", "captured states are unusable: not finite, zero, or not one vector per token")
+def usable_states(probe: Probe) -> Problem | None:
+    try:
+        captured = probe.captured
+    except TargetError as error:
+        return Problem(f"the capture refuses: {error}", "mend what it names")
+    for sample, item in zip(probe.samples, captured, strict=True):
+        states = item.hidden_states_SLD
+        bad = (~states.isfinite().all(-1)) | (states == 0).all(-1)
+        if bad.any() or len(states) != len(sample) or not torch.equal(item.sample.input_ids, sample.input_ids):
+            return Problem(
+                f"sample {sample.sample_id}: {int(bad.sum())} of {len(states)} vectors zero or not finite, "
+                f"{len(sample)} tokens",
+                "compare the target with its published weights, and use a wider target.dtype",
+            )
+    return None
+
+
+@check("TGT007", "a conversation's states depend on what shares its batch", needs=("TGT004", "TGT005", "TGT006"))
+def batch_independent(probe: Probe) -> Problem | None:
+    together = probe.subject.capture(probe.samples)
+    reordered = probe.subject.capture(probe.samples[::-1])[::-1]
+    for name, others in (("with the others", together), ("with the others, in another order", reordered)):
+        for sample, item, other in zip(probe.samples, probe.captured, others, strict=True):
+            difference = relative_difference(other.hidden_states_SLD, item.hidden_states_SLD)
+            same_ids = torch.equal(probe.target_ids_of(other), probe.target_ids_of(item))
+            if difference > probe.tolerance or (not same_ids and probe.tolerance < 1e-2):
+                return Problem(
+                    f"sample {sample.sample_id} captured {name} differs by {difference:.1e} (relative) from alone",
+                    "pad on the right, pass the attention mask, and let no cache or prefix be reused between forwards",
+                )
+    return None
+
+
+@check("TGT008", "the head that the loss uses is not the target's")
+def head_identity(probe: Probe) -> Problem | None:
+    head = probe.subject.frozen.head
+    mend = "use the target's own norm and lm_head modules, with the scaling and soft cap of its ForCausalLM.forward"
+    for forward in probe.reference:
+        states = forward.normed.to(probe.device)
+        with torch.no_grad():
+            found = head.logits(states)
+        if found.shape != forward.logits.shape:
+            return Problem(f"it gives {found.shape[-1]} logits, the target {forward.logits.shape[-1]}", mend)
+        difference = relative_difference(found, forward.logits)
+        if difference > probe.tolerance:
+            ratio = float((found.double().cpu() * forward.logits.double().cpu()).sum())
+            ratio /= float(forward.logits.double().square().sum())
+            return Problem(
+                f"logits of the same states differ by {difference:.1e} (relative; best factor {ratio:.3f})",
+                mend,
+            )
+        ids = head.target_ids(forward.layers[-1].to(probe.device), 7).cpu()
+        wrong = without_ties(ids != forward.next_ids.cpu(), forward)
+        if wrong.any():
+            return Problem(
+                f"its greedy tokens from the last layer differ from the target's at {int(wrong.sum())} of {len(ids)}",
+                mend,
+            )
+    return None
+
+
+@check("TGT009", "the embedding that blocks are built with is not what the target's first layer receives")
+def embedding_identity(probe: Probe) -> Problem | None:
+    sample, forward = probe.samples[0], probe.reference[0]
+    if _has_absolute_positions(probe):
+        raise NotApplicable("the target adds learned positions to its embeddings")
+    found = probe.subject.frozen.embed(sample.input_ids[None].to(probe.device))[0]
+    difference = relative_difference(found, forward.first_input)
+    if difference <= probe.tolerance:
+        return None
+    norm = float(forward.first_input.double().norm() / found.double().norm().clamp_min(1e-30))
+    return Problem(
+        f"it differs by {difference:.1e} (relative); the first layer receives vectors {norm:.3f} times as long",
+        "call the target's own embedding module (Gemma scales inside it), never the raw table",
+    )
+
+
+@check("TGT010", "the target is not frozen, or not in evaluation mode")
+def frozen_target(probe: Probe) -> Problem | None:
+    model = probe.subject.target.model
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    training = [name or "the model" for name, m in model.named_modules() if m.training]
+    if not trainable and not training:
+        return None
+    return Problem(
+        f"{len(trainable)} parameters require a gradient, {len(training)} modules are in training mode "
+        f"(first: {(trainable + training)[0]})",
+        "model.eval().requires_grad_(False) before the first forward",
+    )
+
+
+@check("TGT011", "captured layers are out of range, doubled, unordered, or include the last layer")
+def layer_choice(probe: Probe) -> Problem | None:
+    ids, depth = list(probe.layer_ids), probe.subject.target.num_layers
+    mend = f"drafter.target_layer_ids: distinct, increasing, from 0..{depth - 2}"
+    if any(not 0 <= i < depth for i in ids) or sorted(set(ids)) != ids:
+        return Problem(f"target_layer_ids {ids} for a target of {depth} layers", mend)
+    if depth - 1 in ids:
+        return Problem(
+            f"target_layer_ids {ids} has the last layer, {depth - 1}: some programs read it before the final norm, "
+            "some after it",
+            mend,
+        )
+    told = probe.subject.draft_model.config.num_target_layers
+    if told != depth:
+        return Problem(f"the drafter is told of {told} target layers, there are {depth}", f"num_target_layers: {depth}")
+    return None
+
+
+@check("TGT012", "capturing leaves hooks on the target or changes it")
+def leaves_no_trace(probe: Probe) -> Problem | None:
+    target = probe.subject.target
+    before = _num_hooks(probe), _fingerprint(probe)
+    probe.subject.capture(probe.samples[:1])
+    after = _num_hooks(probe), _fingerprint(probe)
+    again = target_forward(target, probe.samples[0].input_ids)
+    difference = relative_difference(again.logits, probe.reference[0].logits)
+    if before == after and difference <= probe.tolerance:
+        return None
+    return Problem(
+        f"hooks on the target's modules: {before[0]} before a capture, {after[0]} after it; "
+        f"sum of weights {before[1]:.6g} and {after[1]:.6g}; its logits moved by {difference:.1e} (relative)",
+        "remove every hook when the capture ends, and change nothing in the target",
+    )
+
+
+def _swap(where: str, probe: Probe) -> Problem:
+    return Problem(
+        f"in {where}, fc gets the last layer's states and the training targets are computed from layer "
+        f"{list(probe.layer_ids)}",
+        "read the two by name (hidden_states_packed, verifier_last_hidden_packed), never by their place in a tuple",
+    )
+
+
+def _packed_swapped(probe: Probe) -> bool:
+    packed = probe.subject.pack(probe.plan, probe.reference_captured)
+    last, row = packed.verifier_last_hidden_packed, probe.row
+    if last is None or row.verifier_last_hidden_packed is None:
+        return False
+    same = torch.equal(packed.hidden_states_packed.to(last), row.hidden_states_packed.to(last))
+    return not same and torch.equal(packed.hidden_states_packed.to(last), row.verifier_last_hidden_packed.to(last))
+
+
+def _row_loss_swaps(probe: Probe) -> bool:
+    last = probe.row.verifier_last_hidden_packed
+    seen = states_seen_by_drafter(probe, probe.row)
+    return last is not None and torch.equal(seen, last) and not torch.equal(seen, probe.row.hidden_states_packed)
+
+
+def _labels_of_a_layer(probe: Probe) -> Problem | None:
+    """The loss may take its labels from elsewhere although the right ones were delivered."""
+    labels = labels_used(probe)
+    if labels.layer is None or labels.fit < 0.9:
+        return None
+    return Problem(
+        f"the loss takes its labels from captured layer {labels.layer} (fits {labels.fit:.1%} of slots; the target's "
+        f"own predictions fit {labels.truth_fit:.1%})",
+        "take them from the output of the last decoder layer, through the target's own final norm and lm_head",
+    )
+
+
+def _shared_memory(probe: Probe, mend: str) -> Problem | None:
+    """Write into captured states, as noise in place would, and see whether the targets follow."""
+    captured = probe.subject.capture(probe.samples)
+    packed = probe.subject.pack(probe.plan, captured)
+    for name, states, last in (
+        ("the captured sample", captured[0].hidden_states_SLD, captured[0].verifier_last_hidden_SD),
+        ("the packed row", packed.hidden_states_packed, packed.verifier_last_hidden_packed),
+    ):
+        if last is None:
+            continue
+        before = last.clone()
+        states.add_(1.0)
+        if not torch.equal(before, last):
+            return Problem(f"in {name}, both sets of states share their memory: writing into one changes both", mend)
+    return None
+
+
+def _loss_depends_on_states(probe: Probe, mend: str) -> Problem | None:
+    if probe.subject.config.loss.labels != "target":
+        return None
+    changed = replace(probe.row, hidden_states_packed=probe.row.hidden_states_packed + 3.0)
+    before, after = labels_used(probe), labels_used(probe, changed)
+    noisy = before.truth_fit < 1.0 and before.layer is None and before.truth_fit > 0.2
+    if after.truth_fit < before.truth_fit - 1e-9 and before.layer is None:
+        return Problem(
+            f"after a change of the fc input alone, only {after.truth_fit:.1%} of labels are still the target's own "
+            f"({before.truth_fit:.1%} before)",
+            mend,
+        )
+    if noisy and probe.row.verifier_last_hidden_packed is not None:
+        return Problem(f"in the loss only {before.truth_fit:.1%} of labels are the target's own predictions", mend)
+    return None
+
+
+def _has_absolute_positions(probe: Probe) -> bool:
+    twice = target_forward(probe.subject.target, probe.samples[0].input_ids[:1].repeat(2)).first_input
+    return relative_difference(twice[1], twice[0]) > probe.tolerance
+
+
+def _num_hooks(probe: Probe) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in probe.subject.target.model.modules())
+
+
+def _fingerprint(probe: Probe) -> float:
+    return float(sum(p.detach().sum(dtype=torch.float64) for p in probe.subject.target.model.parameters()))

@@ -1,0 +1,107 @@
+"""Small real pipelines for the zoo: a random target of four layers, its own answers as data, a fresh drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+
+from draftline.audit.live import live_subject
+from draftline.audit.subject import AuditSubject, PreparedData
+from draftline.config import RunConfig
+from draftline.draft.model import DFlashDraftModel
+from draftline.records import Sample
+from draftline.target.drafter_shape import resolve_drafter_config
+from draftline.target.model import Target, build_target
+
+VOCABULARY = 96
+MASK = VOCABULARY - 1
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def qwen3(**changes: Any) -> Qwen3Config:
+    return Qwen3Config(**{**SMALL, "tie_word_embeddings": False, **changes})
+
+
+def llama(**changes: Any) -> LlamaConfig:
+    return LlamaConfig(**{**SMALL, "tie_word_embeddings": True, **changes})
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """Weights so large that every layer changes the prediction, norms that are not 1."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                if "norm" in name:
+                    parameter.add_(torch.rand(parameter.shape, generator=generator) - 0.5)
+            elif "embed" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            elif parameter.ndim == 2:
+                scale = 1.5 / parameter.shape[1] ** 0.5
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale)
+    return model
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One pipeline: its target's configuration and the settings of the run."""
+
+    target: PretrainedConfig = field(default_factory=qwen3)
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    with_data: bool = True
+
+
+def run_config(settings: dict[str, dict[str, Any]]) -> RunConfig:
+    drafter = {
+        "num_layers": 2,
+        "block_size": 8,
+        "num_captured_layers": 2,
+        "target_layer_ids": (0, 2),
+        "mask_token_id": MASK,
+    }
+    return RunConfig.model_validate({**settings, "drafter": {**drafter, **settings.get("drafter", {})}})
+
+
+def small_target(config: PretrainedConfig, seed: int = 0) -> Target:
+    return build_target("zoo", random_model(config, seed), None)
+
+
+def subject(recipe: Recipe | None = None) -> AuditSubject:
+    """A clean pipeline."""
+    recipe = recipe or Recipe()
+    config = run_config(recipe.settings)
+    target = small_target(recipe.target)
+    model = DFlashDraftModel(resolve_drafter_config(target, config.drafter, None))
+    model.init_weights(torch.Generator().manual_seed(config.train.seed))
+    return live_subject(config, target, model, own_answers(target) if recipe.with_data else None)
+
+
+@torch.no_grad()
+def own_answers(target: Target, count: int = 12) -> PreparedData:
+    """Conversations whose answers the target wrote greedily."""
+    generator = torch.Generator().manual_seed(3)
+    samples = []
+    for index in range(count):
+        ids = torch.randint(3, MASK, (1, 8), generator=generator)
+        for _ in range(24):
+            ids = torch.cat([ids, target.model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
+        samples.append(Sample(index, ids[0], torch.arange(32) >= 8))
+    heldout = samples[count - 2 :]
+    return PreparedData(samples[: count - 2], heldout, num_samples=count - 2, num_tokens=32 * (count - 2))
