@@ -114,8 +114,8 @@ class GroupedAttention:
         self.kind = kind
         self.groups = list(_groups(layout, kind, anchors_per_group))
         self.slots_per_group = [group.layout.anchor_positions_A.shape[0] * layout.block_size for group in self.groups]
-        starts = sorted({0, *layout.context_start_A.tolist(), context_length})
-        self.document_lengths = [end - start for start, end in itertools.pairwise(starts)]
+        starts = sorted({0, *layout.context_start_A.tolist()})
+        self.document_lengths = [end - start for start, end in itertools.pairwise([*starts, context_length])]
         self.document_of_start = {start: index for index, start in enumerate(starts)}
 
     def __call__(

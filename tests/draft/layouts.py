@@ -107,12 +107,12 @@ def make_row(
     )
 
 
-def random_mask(rng: random.Random, length: int) -> list[bool]:
+def random_mask(rng: random.Random, length: int, longest_turn: int = 9) -> list[bool]:
     """Turns of random lengths, supervised and not in alternation."""
     mask: list[bool] = []
     supervised = rng.random() < 0.3
     while len(mask) < length:
-        mask += [supervised] * rng.randint(1, 9)
+        mask += [supervised] * rng.randint(1, longest_turn)
         supervised = not supervised
     return mask[:length]
 
