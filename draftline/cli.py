@@ -11,12 +11,18 @@ import logging
 import os
 import sys
 import traceback
+import warnings
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from draftline.errors import DraftlineError
+
+if TYPE_CHECKING:
+    from draftline.config import TargetConfig
+    from draftline.draft.model import DFlashDraftModel
+    from draftline.target.model import Target
 
 app = typer.Typer(
     name="draftline",
@@ -28,9 +34,13 @@ app = typer.Typer(
 
 Out = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist or be empty.")]
 TargetName = Annotated[str, typer.Option("--target", help="tiny, smollm2, a local Hugging Face folder or a hub name.")]
-TargetDtype = Annotated[str, typer.Option("--target-dtype", help="auto, float32, bfloat16 or float16.")]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+TargetDtype = Annotated[DtypeName, typer.Option("--target-dtype", help="auto: float32 on CPU, else as stored.")]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the target.")]
+ReaderName = Literal["zlab", "vllm", "sglang", "llama.cpp", "speculators"]
+DraftFolder = Annotated[Path, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")]
+MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.")]
 JsonOut = Annotated[Path | None, typer.Option("--json", help="Also write the result as JSON to this file.")]
 
 
@@ -75,7 +85,213 @@ def _quiet_libraries() -> None:
     """Progress of ours is on stderr; that of libraries would be torn into it."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
     logging.getLogger("transformers").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore", FutureWarning)
+
+
+@app.command()
+def quickstart(
+    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist or be empty.")] = Path(
+        "quickstart"
+    ),
+) -> None:
+    """The whole job on the embedded target: answers, training, export, measurement; about three minutes."""
+    from rich.console import Console
+
+    from draftline.evaluate.benchmark import result_table
+    from draftline.jobs import quickstart as run_quickstart
+
+    Console().print(result_table(run_quickstart(out), str(out / "drafter")))
+
+
+@app.command()
+def prepare(
+    target: TargetName,
+    data: Annotated[list[str], typer.Option("--data", help="File, folder, pattern, hub data set, or - for stdin.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the prepared data.")],
+    regenerate: Annotated[bool, typer.Option("--regenerate", help="The target answers the prompts itself.")] = False,
+    max_length: Annotated[int, typer.Option(min=2, help="Longest conversation, tokens; longer ones are cut.")] = 3072,
+    heldout: Annotated[int, typer.Option(min=0, help="Prompts kept out of training, in OUT/heldout.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest regenerated answer, tokens.")] = 1024,
+    batch_size: Annotated[int, typer.Option(min=1, help="Answers that are regenerated at the same time.")] = 16,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail if any row is dropped.")] = False,
+    json_out: JsonOut = None,
+    target_dtype: TargetDtype = "auto",
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Turn conversations into token ids and loss masks, exactly as the target's chat template gives them."""
+    from draftline.data.pipeline import PrepareOptions
+    from draftline.data.regenerate import GenerationSettings
+    from draftline.jobs import prepare_for_target
+    from draftline.target.model import load_target
+
+    options = PrepareOptions(max_length=max_length, heldout=heldout, strict=strict)
+    settings = GenerationSettings(max_new_tokens=max_new_tokens, batch_size=batch_size) if regenerate else None
+    live = load_target(_target_config(target, target_dtype, device, trust_remote_code))
+    report = prepare_for_target(live, data, out, options, settings)
+    _write_json(json_out, report)
+    print(json.dumps(report, indent=2, ensure_ascii=False))
+
+
+@app.command()
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="Folder that `draftline prepare` wrote.")],
+    count: Annotated[int | None, typer.Option(min=1, help="Only the first conversations.")] = None,
+    block_size: Annotated[int, typer.Option(min=2, help="Of the block that is drawn.")] = 8,
+    html: Annotated[Path | None, typer.Option("--html", help="Also write a page to this file.")] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Show conversations with their supervised tokens marked, and a block drawn."""
+    from rich.console import Console
+
+    from draftline.data.inspect import as_html, as_text, inspect_dataset
+
+    views = inspect_dataset(folder, count=count, block_size=block_size)
+    _write_json(json_out, [view.as_json() for view in views])
+    if html is not None:
+        html.write_text(as_html(folder, views), encoding="utf-8")
+    console = Console()
+    console.print(as_text(views, color=console.is_terminal))
+
+
+@app.command()
+def train(
+    target: TargetName,
+    data: Annotated[Path, typer.Option("--data", help="Folder that `draftline prepare` wrote.")],
+    out: Annotated[Path, typer.Option("--out", help="Run folder.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value words, see draftline/config.py.")
+    ] = None,
+    recipe: Annotated[str, typer.Option("--recipe", help="published, small-model or quickstart.")] = "published",
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
+    target_dtype: TargetDtype = "auto",
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Train a drafter; hidden states go from target to drafter in memory."""
+    from draftline.config import load_run_config
+    from draftline.recipes import find_recipe
+    from draftline.run import train_run
+
+    words = [f"target.name={json.dumps(target)}", f"data.path={json.dumps(str(data))}"]
+    words += [f"target.dtype={target_dtype}", f"target.device={device}"]
+    words += [f"target.trust_remote_code={str(trust_remote_code).lower()}"]
+    result = train_run(load_run_config(config, [*words, *(settings or [])], find_recipe(recipe)), out, resume=resume)
+    print(json.dumps(result.to_json()))
+
+
+@app.command()
+def evaluate(
+    target: TargetName,
+    draft: DraftFolder,
+    prompts: Annotated[list[Path], typer.Option("--prompts", help='JSONL, for example {"turns": ["..."]} per line.')],
+    max_new_tokens: MaxNewTokens = 256,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts.")] = None,
+    json_out: JsonOut = None,
+    target_dtype: TargetDtype = "auto",
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Measure a drafter on prompts: acceptance length, equality with plain decoding, speed."""
+    from rich.console import Console
+
+    from draftline.evaluate.benchmark import result_table
+    from draftline.jobs import evaluate_drafter
+
+    live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
+    result = evaluate_drafter(live, drafter, prompts, limit=limit, max_new_tokens=max_new_tokens)
+    _write_json(json_out, result.to_json())
+    Console().print(result_table(result, str(draft)))
+
+
+@app.command()
+def generate(
+    target: TargetName,
+    draft: DraftFolder,
+    prompt: Annotated[str, typer.Option("--prompt", help="What the user says; - reads standard input.")],
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    json_out: JsonOut = None,
+    target_dtype: TargetDtype = "auto",
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Answer one prompt with the drafter; the answer on stdout, counts on stderr."""
+    from draftline.evaluate.answer import answer_prompt
+    from draftline.evaluate.sampling import Sampling
+
+    live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+    answer = answer_prompt(live, drafter, text, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    _write_json(json_out, answer.to_json())
+    print(answer.text)
+    print(answer.counts(), file=sys.stderr)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="Run folder, checkpoint, or a drafter of another trainer.")],
+    out: Out,
+    target: TargetName,
+    reader: Annotated[ReaderName, typer.Option("--for", help="The program that will read it.")] = "zlab",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype")] = "bfloat16",
+    json_out: JsonOut = None,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Write the drafter for the program that will serve it, and check what was written."""
+    from draftline.config import TargetConfig
+    from draftline.export.exporting import export_drafter
+    from draftline.target.model import load_target
+
+    live = load_target(TargetConfig(name=target, trust_remote_code=trust_remote_code))
+    report = export_drafter(source=source, out=out, target=live, reader=reader, dtype=dtype)
+    _write_json(json_out, report.to_json())
+    print(report.command)
+
+
+@app.command("import")
+def import_(
+    source: Annotated[Path, typer.Argument(help="Folder of SpecForge, TorchSpec, ModelOpt, NeMo, speculators, z-lab.")],
+    out: Out,
+    target: Annotated[str | None, typer.Option("--target", help="Also check that it fits this target.")] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Rewrite another trainer's drafter in a format that every command here reads."""
+    from draftline.config import TargetConfig
+    from draftline.export.exporting import import_drafter
+    from draftline.target.model import load_target
+
+    live = None if target is None else load_target(TargetConfig(name=target))
+    report = import_drafter(source=source, out=out, target=live)
+    _write_json(json_out, report.to_json())
+    print(report.folder)
+
+
+def _target_config(name: str, dtype: DtypeName, device: str, trust_remote_code: bool) -> TargetConfig:
+    from draftline.config import TargetConfig
+
+    return TargetConfig(name=name, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
+
+
+def _load_pair(
+    name: str,
+    draft: Path,
+    dtype: DtypeName,
+    device: str,
+    trust_remote_code: bool,
+) -> tuple[Target, DFlashDraftModel]:
+    from draftline.export.importing import load_drafter
+    from draftline.target.model import load_target
+
+    target = load_target(_target_config(name, dtype, device, trust_remote_code))
+    return target, load_drafter(draft, target=target).draft_model.to(target.device)
 
 
 def _write_json(path: Path | None, value: Any) -> None:

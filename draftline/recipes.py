@@ -1,6 +1,6 @@
 """Whole configurations as functions: take one, change what differs.
 
-    draftline train --recipe published --target T --data D --out RUN train.max_steps=1000
+draftline train --recipe published --target T --data D --out RUN train.max_steps=1000
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from draftline.config import (
     TargetConfig,
     TrainConfig,
 )
+from draftline.errors import ConfigError
 
 
 def published() -> RunConfig:
@@ -30,9 +31,7 @@ def quickstart() -> RunConfig:
         target=TargetConfig(name="tiny"),
         drafter=DrafterConfig(num_layers=2, block_size=8),
         optim=OptimConfig(learning_rate=2e-3),
-        train=TrainConfig(
-            epochs=8, num_anchors=48, tokens_per_row=2048, log_every=10, eval_every=100, save_every=100
-        ),
+        train=TrainConfig(epochs=8, num_anchors=48, tokens_per_row=2048, log_every=10, eval_every=100, save_every=100),
     )
 
 
@@ -41,9 +40,7 @@ def small_model() -> RunConfig:
     return RunConfig(
         drafter=DrafterConfig(num_layers=3, block_size=8),
         optim=OptimConfig(learning_rate=1e-3),
-        train=TrainConfig(
-            epochs=8, num_anchors=64, tokens_per_row=2048, log_every=5, eval_every=50, save_every=50
-        ),
+        train=TrainConfig(epochs=8, num_anchors=64, tokens_per_row=2048, log_every=5, eval_every=50, save_every=50),
     )
 
 
@@ -52,3 +49,14 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "quickstart": quickstart,
     "small-model": small_model,
 }
+
+
+def find_recipe(name: str) -> RunConfig:
+    """A recipe by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in RECIPES:
+        raise ConfigError(f"{name!r} is no recipe: use {', '.join(RECIPES)}")
+    return RECIPES[name]()

@@ -35,6 +35,8 @@ from draftline.target.structure import TargetParts, find_parts
 
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+TINY_FOLDER = Path(str(importlib.resources.files("draftline") / "assets" / "tiny"))
+"""The embedded target, with `prompts.jsonl` beside it."""
 _HUB_TIMEOUT = 10.0
 """Seconds to wait for the hub before only the local cache is tried."""
 
@@ -255,7 +257,7 @@ def _locate(name: str) -> tuple[str, bool]:
         TargetError: no such folder, a folder without config.json, or no such model on the hub.
     """
     if name == "tiny":
-        name = str(importlib.resources.files("draftline") / "assets" / "tiny")
+        name = str(TINY_FOLDER)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
