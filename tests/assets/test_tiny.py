@@ -30,6 +30,12 @@ def corpus(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("tiny_corpus")
 
 
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("make_tiny_target")
+
+
 def shipped_prompts() -> list[list[str]]:
     return [json.loads(line)["turns"] for line in (FOLDER / "prompts.jsonl").read_text().splitlines()]
 
@@ -131,3 +137,29 @@ def test_arithmetic_of_the_corpus_is_right(corpus: ModuleType) -> None:
         left, right = equation.split(" = ")
         first, sign, second = left.split()
         assert int(first) + (int(second) if sign == "+" else -int(second)) == int(right)
+
+
+def test_last_captured_layer_does_not_settle_the_prediction(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, corpus: ModuleType, script: ModuleType
+) -> None:
+    agreed, positions = torch.zeros(model.config.num_hidden_layers), 0
+    for conversation in corpus.conversations(9, 40):
+        ids, said = script.encode(conversation, tokenizer)
+        agreed += script.agreeing_layers(model, ids, said)
+        positions += sum(said)
+    assert agreed[-1] == positions
+    assert 0.4 < agreed[script.EARLY_LAYER] / positions < 0.85
+
+
+def test_early_penalty_is_the_unlikelihood_of_the_labels(model: PreTrainedModel, script: ModuleType) -> None:
+    states_ND = torch.randn(6, model.config.hidden_size, requires_grad=True)
+    logits_NV = model.lm_head(model.model.norm(states_ND.detach()))
+    labels_N = logits_NV.argmax(-1)
+    assert script.early_penalty(model, states_ND, labels_N, early_share=1.0) == 0
+    penalty = script.early_penalty(model, states_ND, labels_N, early_share=0.9)
+    chances = [row.exp()[label] / row.exp().sum() for row, label in zip(logits_NV, labels_N, strict=True)]
+    naive = -script.EARLY_WEIGHT * sum(torch.log(1 - min(chance, 0.99)) for chance in chances) / 6
+    assert penalty.item() == pytest.approx(naive.item(), rel=1e-4)
+    penalty.backward()
+    assert states_ND.grad is not None
+    assert model.lm_head.weight.grad is None
