@@ -111,3 +111,8 @@ def hash_json(value: Any) -> str:
     """SHA-256 of a JSON value, in hex; independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def dump_arguments(arguments: dict[str, Any]) -> str:
+    """Arguments of a call as the JSON text that the OpenAI interface carries."""
+    return json.dumps(arguments, ensure_ascii=False)

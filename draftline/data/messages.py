@@ -134,11 +134,11 @@ def _tool_calls(fields: dict[str, Any]) -> tuple[ToolCall, ...]:
         raise BadRow("bad_tool_calls")
     if not calls and isinstance(fields.get("function_call"), dict):
         calls = [fields["function_call"]]
-    return tuple(_tool_call(call) for call in calls)
+    return tuple(parse_call(call) for call in calls)
 
 
-def _tool_call(value: Any) -> ToolCall:
-    """A call as OpenAI nests it, or only its name and arguments."""
+def parse_call(value: Any) -> ToolCall:
+    """A call as OpenAI nests it, or only its name and arguments; raises `BadRow` if it is neither."""
     if not isinstance(value, dict):
         raise BadRow("bad_tool_calls")
     function = value.get("function", value)
@@ -164,7 +164,7 @@ def _shared_call(content: str, notes: list[str]) -> tuple[tuple[ToolCall, ...], 
     """The calls in a ShareGPT `function_call` turn; text that is no call stays content."""
     try:
         value = json.loads(content)
-        return tuple(_tool_call(call) for call in (value if isinstance(value, list) else [value])), ""
+        return tuple(parse_call(call) for call in (value if isinstance(value, list) else [value])), ""
     except (ValueError, RecursionError, BadRow):
         notes.append("call_is_not_json")
         return (), content

@@ -92,7 +92,10 @@ def _to_tokens(
     ids = np.array(encoding.ids, dtype=np.int32)
     supervised = _supervised_ranges(spans, messages, options)
     mask = np.ones(len(ids), dtype=bool) if options.supervise == "all" else token_mask(encoding.offsets, supervised)
-    notes = ["reasoning_not_rendered"] if any(span.reasoning_lost for span in spans) else []
+    lost = [span.turn for span in spans if span.reasoning_lost]
+    notes = (
+        [] if not lost else ["reasoning_not_rendered" if lost[-1] == spans[-1].turn else "earlier_reasoning_dropped"]
+    )
     return RenderedConversation(text, ids, mask, tuple(notes))
 
 

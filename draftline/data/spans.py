@@ -13,16 +13,18 @@ whoever serves, and an empty reasoning block before plain content is written by 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from draftline.data.conversations import Conversation
 from draftline.data.parts import Part, PartKind, assistant_parts, substitute
-from draftline.data.template import ChatTemplate, Refused, Rendering, shared_start
+from draftline.data.template import ChatTemplate, Refused, Rendering, TurnEnds, shared_start, without_last_mark
 from draftline.errors import TemplateError
 
 _SENTINEL = "qzPARTzq{}qz"
+_SENTINEL_FOUND = re.compile(r"qzPARTzq(\d+)qz")
 _WRAPPERS = ("q", "Z")
 
 
@@ -87,7 +89,8 @@ def _align_sentinels(
             if sentinel in probe:
                 return None  # written in another order than the parts have
             continue
-        literal = probe[probe_at:found]
+        # A template may repeat a part elsewhere, such as the name of a function with its result.
+        literal = _SENTINEL_FOUND.sub(lambda match: parts[int(match.group(1))].text, probe[probe_at:found])
         if pending is None:
             if not text.startswith(literal):
                 return None
@@ -136,6 +139,8 @@ def _align_wrapped(
             f"text changes, once as {_around(text, before)!r}, once as {_around(first, before)!r}; "
             "put {% generation %} markers into the template"
         )
+    if wanted.kind == "call" and text.startswith(wanted.text, before):
+        return before, before + len(wanted.text)  # the name may be repeated with the result of the call
     return before, len(text) - after
 
 
@@ -161,7 +166,7 @@ def _turn_spans(
         first, (start, _) = shown[0]
         rest = [place[0] for part, place in shown if part.kind != "reasoning"]
         text_end = shown[-1][1][1]
-        start = _opening(text, spans[-1].end if spans else 0, start, ends.generation_prompt, first.kind)
+        start = _opening(text, spans[-1].end if spans else 0, start, ends, first.kind)
         by_call = shown[-1][0].kind == "call"
         end = _known_end(text, text_end, (ends.middle, ends.last)) if not by_call else None
         if end is None:
@@ -179,17 +184,19 @@ def _turn_spans(
     return spans
 
 
-def _opening(text: str, floor: int, start: int, generation_prompt: str, kind: PartKind) -> int:
+def _opening(text: str, floor: int, start: int, ends: TurnEnds, kind: PartKind) -> int:
     """Where the target begins to write a turn whose first text stands at `start`.
 
-    After the generation prompt if markup of reasoning or of a call lies between, or only spaces, which belong to the
-    answer's first token.
+    Behind the generation prompt if markup of reasoning or of a call lies between, without what the template fills in
+    by itself, or if only spaces do, which belong to the answer's first token.
     """
-    asked = text.rfind(generation_prompt, floor, start) if generation_prompt else -1
-    if asked >= 0:
-        begin = asked + len(generation_prompt)
-        return begin if kind != "content" or not text[begin:start].strip() else start
-    return floor + len(text[floor:start].rstrip(" "))
+    asked = text.rfind(ends.generation_prompt, floor, start) if ends.generation_prompt else -1
+    if asked < 0:
+        return floor + len(text[floor:start].rstrip(" "))
+    begin = asked + len(ends.generation_prompt)
+    if kind == "call":
+        begin += max((len(filler) for filler in ends.fillers if text.startswith(filler, begin)), default=0)
+    return begin if kind != "content" or not text[begin:start].strip() else start
 
 
 def _known_end(text: str, text_end: int, ends: Sequence[str]) -> int | None:
@@ -219,8 +226,10 @@ def _compared_end(
         stopped = template.render(substitute(messages[: turn + 1], kept, texts), conversation).text
     except Refused:
         return text_end
-    tail = stopped[stopped.rfind(sentinel) + len(sentinel) :]
+    tail = stopped[stopped.find(sentinel) + len(sentinel) :].replace(sentinel, kept[-1].text)
     shared = template.whole_tokens(text[text_end:], shared_start(tail, text[text_end:]))
+    if template.turn_ends(conversation).always_opens and len(shared) < len(tail):
+        shared = without_last_mark(shared)
     return text_end + len(shared.rstrip())
 
 

@@ -7,7 +7,6 @@ nowhere else, and from comparing renderings of it.
 from __future__ import annotations
 
 import bisect
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from draftline.data.conversations import Conversation, Message, hash_json
+from draftline.data.conversations import Conversation, Message, dump_arguments, hash_json
 from draftline.errors import TemplateError
 
 # What a template can raise: its own `raise_exception`, undefined names, and Python errors of its expressions.
@@ -48,13 +47,18 @@ class TurnEnds:
 
     Attributes:
         generation_prompt: what is appended for the target to answer; empty if the template appends nothing.
+        fillers: what the template itself writes between the generation prompt and plain content, such as an empty
+            reasoning block.
         middle: what ends an answer that another turn follows.
         last: what ends the answer at the end of the conversation.
+        always_opens: the template opens the next answer whether asked or not.
     """
 
     generation_prompt: str
+    fillers: tuple[str, ...]
     middle: str
     last: str
+    always_opens: bool = False
 
 
 @dataclass
@@ -177,23 +181,30 @@ class ChatTemplate:
             for role, text in (("user", _USER), ("assistant", _ANSWER))
         ]
         whole = self.render(chat, conversation).text
-        first, second, question = (whole.find(text) for text in (_ANSWER.format(1), _ANSWER.format(2), _USER.format(2)))
-        if not 0 <= first < question < second:
+        pieces = _split_at(whole, [message["content"] for message in chat])
+        if pieces is None:
             raise TemplateError(
-                "the chat template does not show the answers it is given: two turns render as "
-                f"{whole!r}; the loss mask cannot be found for it"
+                f"the loss mask cannot be found: the chat template does not show the turns {chat} one after another, "
+                f"but renders them as {whole!r}; give a template that does (--chat-template)"
             )
-        after_first = whole[first + len(_ANSWER.format(1)) : question]
-        after_second = whole[second + len(_ANSWER.format(2)) :]
-        generation_prompt = self._learn_generation_prompt(chat[:1], conversation)
+        opening, before_first, after_first, before_second, after_second = pieces
+        prompt = self._learn_generation_prompt(chat[:1], conversation)
         shared = self.whole_tokens(after_first, shared_start(after_first, after_second))
-        end = shared.rstrip() or shared
-        if generation_prompt is None and len(shared) < len(after_second):
-            # The template opens the next turn in any case. The headers of two roles begin with the same token.
-            end = self._without_last_token(shared)
-        if end or not after_second.strip():
-            return TurnEnds(generation_prompt or "", end, end)
-        return TurnEnds(generation_prompt or "", self._first_mark(after_first), after_second.rstrip())
+        always_opens = prompt is None and len(shared) < len(after_second)
+        if always_opens:
+            shared = without_last_mark(shared)
+        prompt = prompt or ""
+        headers = [text.partition(prompt) for text in (before_first, before_second) if prompt]
+        fillers = tuple({filler for _, found, filler in headers if found})
+        if end := shared.rstrip() or shared:
+            return TurnEnds(prompt, fillers, end, end, always_opens)
+        if after_second.strip():
+            return TurnEnds(prompt, fillers, self._first_mark(after_first), after_second.rstrip(), always_opens)
+        # The last turn has no end. An earlier one has what stands before the other role's header, as that is written
+        # at the beginning of the conversation.
+        end_length = len(after_first) - shared_start(opening[::-1], after_first[::-1])
+        cut = [mark.end() for mark in _MARK.finditer(after_first) if mark.start() < end_length < mark.end()]
+        return TurnEnds(prompt, fillers, after_first[: max([end_length, *cut])].rstrip(), "", always_opens)
 
     def _learn_generation_prompt(self, question: list[dict[str, Any]], conversation: Conversation) -> str | None:
         """What the template appends when asked to; None if it renders the same whether asked or not."""
@@ -225,10 +236,6 @@ class ChatTemplate:
         added = self.tokenizer.get_added_vocab().values()
         return stripped[: encoding.offsets[0][1]] if encoding.ids and encoding.ids[0] in added else ""
 
-    def _without_last_token(self, text: str) -> str:
-        marks = [mark.start() for mark in _MARK.finditer(text)]
-        return text[: marks[-1]] if marks else text
-
     def encode(self, texts: Sequence[str]) -> list[Any]:
         """Encodings of rendered texts, each with `ids` and `offsets`; no special token is added.
 
@@ -237,11 +244,6 @@ class ChatTemplate:
         encodings = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False).encodings
         assert encodings is not None, "a fast tokenizer returns encodings"
         return list(encodings)
-
-
-def dump_arguments(arguments: dict[str, Any]) -> str:
-    """Arguments of a call as the JSON text that the OpenAI interface carries."""
-    return json.dumps(arguments, ensure_ascii=False)
 
 
 def shared_start(first: str, second: str) -> int:
@@ -254,3 +256,20 @@ def shared_start(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def without_last_mark(text: str) -> str:
+    """The text up to its last control token: the headers of two roles begin with the same one."""
+    marks = [mark.start() for mark in _MARK.finditer(text)]
+    return text[: marks[-1]] if marks else text
+
+
+def _split_at(text: str, separators: Sequence[str]) -> list[str] | None:
+    """The pieces around the separators, which must occur once each and in this order; None otherwise."""
+    pieces = []
+    for separator in separators:
+        if text.count(separator) != 1:
+            return None
+        piece, _, text = text.partition(separator)
+        pieces.append(piece)
+    return [*pieces, text]
