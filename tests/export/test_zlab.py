@@ -15,28 +15,7 @@ from draftline.config import DFlashConfig
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ExportError, StorageError
 from draftline.export.zlab import export_zlab, load_zlab, zlab_config
-
-SMALL = DFlashConfig(
-    vocab_size=40,
-    hidden_size=24,
-    intermediate_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    rms_norm_eps=1e-5,
-    rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
-    max_position_embeddings=128,
-    layer_types=("full_attention", "full_attention"),
-    sliding_window=None,
-    block_size=4,
-    mask_token_id=39,
-    target_layer_ids=(1, 3, 4),
-    num_target_layers=7,
-    sample_from_anchor=False,
-    bos_token_id=None,
-    eos_token_id=2,
-)
+from tests.export.drafters import ALL_SLIDING, BIDIRECTIONAL, MIX, SMALL, YARN, make_drafter
 
 EXAMPLE = json.loads(
     """
@@ -50,26 +29,6 @@ EXAMPLE = json.loads(
  "dtype":"bfloat16"}
 """
 )
-
-SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
-ALL_SLIDING = {"layer_types": ("sliding_attention", "sliding_attention"), "sliding_window": 6}
-YARN = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 5000.0,
-        "factor": 4.0,
-        "original_max_position_embeddings": 32,
-    }
-}
-
-
-def make_drafter(**changes: Any) -> DFlashDraftModel:
-    """A drafter with random matrices and norms, so that no tensor is exchangeable."""
-    model = DFlashDraftModel(DFlashConfig(**{**SMALL.model_dump(), **changes}))
-    generator = torch.Generator().manual_seed(3)
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.3 + (parameter.ndim == 1)
-    return model.eval()
 
 
 @torch.no_grad()
@@ -92,7 +51,7 @@ def test_config_has_exactly_the_keys_and_values_of_the_contract() -> None:
     assert zlab_config(config, "bfloat16") == EXAMPLE
 
 
-@pytest.mark.parametrize("changes", [{}, SLIDING, ALL_SLIDING, {**SLIDING, "sliding_window_causal": False}, YARN])
+@pytest.mark.parametrize("changes", [{}, MIX, ALL_SLIDING, BIDIRECTIONAL, YARN])
 def test_zlab_loads_every_tensor_and_computes_the_same_block(tmp_path: Path, changes: dict[str, Any]) -> None:
     ours = make_drafter(**changes)
     export_zlab(ours, tmp_path / "drafter", "float32")
@@ -111,14 +70,14 @@ def test_zlab_loads_every_tensor_and_computes_the_same_block(tmp_path: Path, cha
 def test_window_and_causality_change_the_block() -> None:
     """The comparison above could not fail if they did not."""
     states, block = torch.randn(1, 11, 3 * 24), torch.randn(1, 4, 24)
-    sliding = our_block(make_drafter(**SLIDING), states, block)
-    for other in (make_drafter(), make_drafter(**{**SLIDING, "sliding_window_causal": False})):
+    sliding = our_block(make_drafter(**MIX), states, block)
+    for other in (make_drafter(), make_drafter(**BIDIRECTIONAL)):
         assert (our_block(other, states, block) - sliding).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_round_trip_is_bit_equal_at_the_stored_dtype(tmp_path: Path, dtype: str) -> None:
-    ours = make_drafter(**YARN, **SLIDING)
+    ours = make_drafter(**YARN, **MIX)
     export_zlab(ours, tmp_path / "first", dtype)
     loaded = load_zlab(tmp_path / "first")
     assert loaded.config == ours.config
@@ -135,9 +94,9 @@ def test_round_trip_is_bit_equal_at_the_stored_dtype(tmp_path: Path, dtype: str)
     ("changes", "written"),
     [
         ({}, {"is_causal": False, "use_sliding_window": False, "sliding_window": None}),
-        (SLIDING, {"use_sliding_window": True, "sliding_window": 6}),
+        (MIX, {"use_sliding_window": True, "sliding_window": 6}),
         (ALL_SLIDING, {"is_causal": True, "use_sliding_window": True, "sliding_window": 6}),
-        ({**SLIDING, "sliding_window_causal": False}, {"is_causal": False, "sliding_window": 6}),
+        (BIDIRECTIONAL, {"is_causal": False, "sliding_window": 6}),
     ],
 )
 def test_is_causal_is_left_out_only_for_the_mix(changes: dict[str, Any], written: dict[str, Any]) -> None:
@@ -159,7 +118,7 @@ def test_scales_of_the_target_are_written_only_where_they_act(tmp_path: Path) ->
     ("changes", "words"),
     [
         ({"sample_from_anchor": True}, "sample_from_anchor"),
-        ({**SLIDING, "sliding_window": 3, "sliding_window_causal": False}, "sliding_window 3"),
+        ({**BIDIRECTIONAL, "sliding_window": 3}, "sliding_window 3"),
     ],
 )
 def test_what_the_format_cannot_say_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:

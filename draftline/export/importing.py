@@ -1,0 +1,160 @@
+"""Read a drafter from any folder that is understood: a run of ours, an export, or another trainer's checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from draftline.config import DFlashConfig
+from draftline.draft.model import DFlashDraftModel
+from draftline.errors import CheckpointError, TargetError
+from draftline.export.facts import Given, resolve
+from draftline.export.folder import DrafterFiles, ExportDtype, build_drafter, compare_with_header, read_files
+from draftline.export.formats import Format, detect, our_tensors
+from draftline.export.reading import facts_of
+from draftline.target.model import Target
+from draftline.train.checkpoint import load_draft_model
+
+_STATE_FILE = "state.json"
+
+
+@dataclass(frozen=True)
+class LoadedDrafter:
+    """A drafter and where it came from.
+
+    Attributes:
+        draft_model: float32, on the CPU.
+        format: `draftline` for a run or a checkpoint of ours, else as `formats.py` lists them.
+        stored_dtype: number format of the weights on disk.
+        notes: what was left out and why, one sentence each.
+    """
+
+    draft_model: DFlashDraftModel
+    format: Format | Literal["draftline"]
+    stored_dtype: torch.dtype
+    notes: tuple[str, ...] = ()
+
+    @property
+    def config(self) -> DFlashConfig:
+        return self.draft_model.config
+
+    @property
+    def export_dtype(self) -> ExportDtype:
+        """The dtype that loses nothing of what was stored."""
+        return "bfloat16" if self.stored_dtype == torch.bfloat16 else "float32"
+
+
+def load_drafter(folder: Path, given: Given | None = None, target: Target | None = None) -> LoadedDrafter:
+    """Read the drafter in a folder.
+
+    Args:
+        given: facts that the folder leaves out.
+        target: what the drafter is meant for; it must fit, and supplies its depth where the folder leaves it out.
+
+    Raises:
+        CheckpointError: there is no drafter, it is incomplete, not computed here, or leaves out what was not given.
+        TargetError: it was trained for another target.
+    """
+    given = given or Given()
+    if checkpoint_folder(folder) is not None:
+        loaded = LoadedDrafter(load_draft_model(folder), "draftline", torch.float32)
+    else:
+        files = read_files(folder)
+        form = detect(files.tree, set(files.tensors), files.where)
+        loaded = _load_files(files, form, _with_depth(given, files, form, target), target)
+    if target is not None:
+        check_fits(loaded.config, target, folder)
+    return loaded
+
+
+def load_format(folder: Path, form: Format) -> LoadedDrafter:
+    """Read the drafter in a folder that must be in one format.
+
+    Raises:
+        CheckpointError: there is no drafter, it is in another format, incomplete, or not computed here.
+    """
+    files = read_files(folder)
+    found = detect(files.tree, set(files.tensors), files.where)
+    if found != form:
+        names = files.tree.get("architectures")
+        raise CheckpointError(f"{files.where} is in the format {found} (architectures {names}), not {form}: import it")
+    return _load_files(files, form, Given(), None)
+
+
+def detect_format(folder: Path) -> Format | Literal["draftline"]:
+    """Which format a folder is in.
+
+    Raises:
+        CheckpointError: no known one.
+    """
+    if checkpoint_folder(folder) is not None:
+        return "draftline"
+    files = read_files(folder)
+    return detect(files.tree, set(files.tensors), files.where)
+
+
+def check_fits(config: DFlashConfig, target: Target, folder: Path) -> None:
+    """Refuse a drafter of another target.
+
+    Raises:
+        TargetError: hidden size, vocabulary or depth differ.
+    """
+    for what, wanted, found in (
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary rows", config.vocab_size, target.vocab_size),
+        ("layers", config.num_target_layers, target.num_layers),
+    ):
+        if wanted != found:
+            raise TargetError(
+                f"{folder} was trained for a target with {what} {wanted}, {target.name} has {found}: "
+                "give the target it was trained for"
+            )
+
+
+def checkpoint_folder(folder: Path) -> Path | None:
+    """The checkpoint that a run of ours offers: its best, else its last; the folder itself if it is one; else None."""
+    places = (folder, folder / "best", folder / "last")
+    return next((place for place in places if (place / _STATE_FILE).is_file()), None)
+
+
+def _with_depth(given: Given, files: DrafterFiles, form: Format, target: Target | None) -> Given:
+    """Take the depth from the target where neither the folder nor the user says it."""
+    if target is None or given.num_target_layers is not None or files.shape is not None or form != "speculators":
+        return given
+    return Given(given.sample_from_anchor, given.block_size, given.mask_token_id, target.num_layers)
+
+
+def _load_files(files: DrafterFiles, form: Format, given: Given, target: Target | None) -> LoadedDrafter:
+    config = resolve(facts_of(files, form), given)
+    own, targets = our_tensors(files, form)
+    draft_model = build_drafter(config, own, str(files.folder))
+    compare_with_header(config, files)
+    dtype = next(iter(own.values())).dtype
+    notes = tuple(_left_out(name, tensor, target, files) for name, tensor in targets.items())
+    return LoadedDrafter(draft_model, form, dtype, notes)
+
+
+def _left_out(name: str, tensor: Tensor, target: Target | None, files: DrafterFiles) -> str:
+    """Say that a copy of the target's tensor is not used, after comparing it where that is possible."""
+    if target is None:
+        return f"{name} is left out: the target's own is used, and was not compared"
+    parts = {
+        "embed_tokens.weight": target.embedding,
+        "lm_head.weight": target.parts.lm_head,
+        "verifier_lm_head.weight": target.parts.lm_head,
+        "verifier_norm.weight": target.final_norm,
+    }
+    theirs = parts[name].get_parameter("weight").detach().cpu()
+    same = theirs.shape == tensor.shape and torch.allclose(
+        theirs.to(tensor.dtype).float(), tensor.float(), rtol=1e-2, atol=1e-5
+    )
+    if not same:
+        raise CheckpointError(
+            f"{files.folder}: {name} is not that of {target.name}: it was trained, or belongs to another target; "
+            "such a drafter is not computed here"
+        )
+    return f"{name} is left out: it is the target's own"
