@@ -225,7 +225,7 @@ class TrainingRun:
         check_same_run(newest, checkpoint, self._config, self._shape, self._data.fingerprint)
         self._drafter.restore(checkpoint, newest)
         self._state = checkpoint.state
-        self._checkpoints.point_links(self._state)
+        self._checkpoints.tidy(self._state)
         _say(f"continuing after step {self._state.step} of {self._sampler.total_steps}")
 
     def train(self) -> RunResult:

@@ -174,20 +174,15 @@ class CheckpointStore:
         self._keep_last = keep_last
 
     def save(self, checkpoint: Checkpoint) -> Path:
-        """Write a checkpoint unless its step has one, move `last` and `best`, delete what need not be kept.
+        """Write a checkpoint unless its step has one, then `tidy`.
 
         Raises:
             StorageError: the disk is full or refuses; all earlier checkpoints are intact.
         """
         folder = self._of_step(checkpoint.state.step)
-        remove_leftovers(self._folder)
         if not folder.exists():
             write_checkpoint(folder, checkpoint)
-        self.point_links(checkpoint.state)
-        steps = self._steps()
-        for step in steps[: -self._keep_last]:
-            if step != checkpoint.state.best_step:
-                remove_folder(self._of_step(step))
+        self.tidy(checkpoint.state)
         return folder
 
     def newest(self) -> Path | None:
@@ -195,11 +190,18 @@ class CheckpointStore:
         steps = self._steps()
         return self._of_step(steps[-1]) if steps else None
 
-    def point_links(self, state: TrainState) -> None:
-        """Make `last` and `best` agree with a state whose checkpoint exists."""
+    def tidy(self, state: TrainState) -> None:
+        """Make everything agree with a state whose checkpoint exists: links, what is kept, nothing unfinished.
+
+        Done after every checkpoint, and after a resume, in case the process died before it could.
+        """
         point_link(self._run_folder / "last", self._of_step(state.step))
         if state.best_step is not None and self._of_step(state.best_step).exists():
             point_link(self._run_folder / "best", self._of_step(state.best_step))
+        for step in self._steps()[: -self._keep_last]:
+            if step != state.best_step:
+                remove_folder(self._of_step(step))
+        remove_leftovers(self._folder)
 
     def _steps(self) -> list[int]:
         matches = (_STEP_FOLDER.fullmatch(path.name) for path in self._folder.glob("step-*"))
