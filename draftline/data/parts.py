@@ -35,15 +35,19 @@ class Part:
     after: str = ""
 
 
-def assistant_parts(messages: Sequence[Message]) -> list[Part]:
-    """All parts of all assistant turns, in the order in which templates write them."""
+def assistant_parts(messages: Sequence[Message], *, empty_block_is_markup: bool = False) -> list[Part]:
+    """All parts of all assistant turns, in the order in which templates write them.
+
+    A reasoning block without reasoning inside the content is text like any other, or markup that a template is free
+    to take out and write itself.
+    """
     parts = []
     for turn, message in enumerate(messages):
         if message.role != "assistant":
             continue
         if message.reasoning_content:
             parts.append(Part(turn, "reasoning", (message.reasoning_field,), message.reasoning_content))
-        parts += _content_parts(turn, message.content)
+        parts += _content_parts(turn, message.content, empty_block_is_markup)
         parts += [
             Part(turn, "call", ("tool_calls", number, "function", "name"), call.function.name)
             for number, call in enumerate(message.tool_calls)
@@ -52,9 +56,9 @@ def assistant_parts(messages: Sequence[Message]) -> list[Part]:
     return parts
 
 
-def _content_parts(turn: int, content: str) -> list[Part]:
+def _content_parts(turn: int, content: str, empty_block_is_markup: bool) -> list[Part]:
     found = _THINKING.match(content)
-    if found is None:
+    if found is None or not (found.group(2) or empty_block_is_markup):
         return [Part(turn, "content", ("content",), content)] if content else []
     opening, thought, closing = found.group(1) or "", found.group(2), found.group(3)
     answer = content[found.end() :]

@@ -90,7 +90,7 @@ def _read_file(path: Path, done: int) -> Iterator[RawRow]:
             if magic == b"PAR1":
                 yield from _read_parquet(path, done)
             elif magic[:2] == b"\x1f\x8b":
-                with gzip.open(file) as text:
+                with io.BufferedReader(gzip.GzipFile(fileobj=file)) as text:
                     yield from _read_text(text, str(path), done, file)
             elif magic == b"\x28\xb5\x2f\xfd":
                 with io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file), "zstd")) as text:

@@ -19,13 +19,21 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from draftline.data.conversations import Conversation
-from draftline.data.parts import Part, PartKind, assistant_parts, substitute
-from draftline.data.template import ChatTemplate, Refused, Rendering, TurnEnds, shared_start, without_last_mark
+from draftline.data.parts import Part, assistant_parts, substitute
+from draftline.data.template import (
+    WRAPPERS,
+    ChatTemplate,
+    Refused,
+    Rendering,
+    TurnEnds,
+    place_between,
+    shared_start,
+    without_last_mark,
+)
 from draftline.errors import TemplateError
 
 _SENTINEL = "qzPARTzq{}qz"
 _SENTINEL_FOUND = re.compile(r"qzPARTzq(\d+)qz")
-_WRAPPERS = ("q", "Z")
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,9 @@ def locate_answers(template: ChatTemplate, conversation: Conversation) -> tuple[
     rendering = template.render(messages, conversation)
     parts = assistant_parts(conversation.messages)
     places = _align_sentinels(template, conversation, messages, parts, rendering.text)
+    if places is None:
+        parts = assistant_parts(conversation.messages, empty_block_is_markup=True)
+        places = _align_sentinels(template, conversation, messages, parts, rendering.text)
     if places is None:
         places = [_align_wrapped(template, conversation, messages, parts, part, rendering.text) for part in parts]
     spans = _turn_spans(template, conversation, messages, parts, places, rendering.text)
@@ -126,22 +137,21 @@ def _align_wrapped(
         template.render(
             substitute(messages, parts, [w + p.text + w if p is wanted else p.text for p in parts]), conversation
         ).text
-        for w in _WRAPPERS
+        for w in WRAPPERS
     )
     if first == second:
         return None
-    before = shared_start(first, second)
-    after = shared_start(first[::-1], second[::-1])
-    fits = text.startswith(first[:before]) and text.endswith(first[len(first) - after :])
-    if not fits or before + after > len(text):
+    place = place_between(first, second, text)
+    if place is None:
+        before = shared_start(first, second)
         raise TemplateError(
             f"the loss mask cannot be found: the chat template renders turn {wanted.turn + 1} differently when its "
             f"text changes, once as {_around(text, before)!r}, once as {_around(first, before)!r}; "
             "put {% generation %} markers into the template"
         )
-    if wanted.kind == "call" and text.startswith(wanted.text, before):
-        return before, before + len(wanted.text)  # the name may be repeated with the result of the call
-    return before, len(text) - after
+    if wanted.kind == "call" and text.startswith(wanted.text, place[0]):
+        return place[0], place[0] + len(wanted.text)  # the name may be repeated with the result of the call
+    return place
 
 
 def _around(text: str, at: int) -> str:
@@ -166,7 +176,7 @@ def _turn_spans(
         first, (start, _) = shown[0]
         rest = [place[0] for part, place in shown if part.kind != "reasoning"]
         text_end = shown[-1][1][1]
-        start = _opening(text, spans[-1].end if spans else 0, start, ends, first.kind)
+        start = _opening(text, spans[-1].end if spans else 0, start, ends, first)
         by_call = shown[-1][0].kind == "call"
         end = _known_end(text, text_end, (ends.middle, ends.last)) if not by_call else None
         if end is None:
@@ -184,7 +194,7 @@ def _turn_spans(
     return spans
 
 
-def _opening(text: str, floor: int, start: int, ends: TurnEnds, kind: PartKind) -> int:
+def _opening(text: str, floor: int, start: int, ends: TurnEnds, first: Part) -> int:
     """Where the target begins to write a turn whose first text stands at `start`.
 
     Behind the generation prompt if markup of reasoning or of a call lies between, without what the template fills in
@@ -192,11 +202,15 @@ def _opening(text: str, floor: int, start: int, ends: TurnEnds, kind: PartKind) 
     """
     asked = text.rfind(ends.generation_prompt, floor, start) if ends.generation_prompt else -1
     if asked < 0:
+        opening = first.before.strip()
+        head = text[floor:start].rstrip()
+        if opening and head.endswith(opening):  # the row itself wrote the opening of its reasoning
+            start = floor + len(head) - len(opening)
         return floor + len(text[floor:start].rstrip(" "))
     begin = asked + len(ends.generation_prompt)
-    if kind == "call":
+    if first.kind == "call":
         begin += max((len(filler) for filler in ends.fillers if text.startswith(filler, begin)), default=0)
-    return begin if kind != "content" or not text[begin:start].strip() else start
+    return begin if first.kind != "content" or not text[begin:start].strip() else start
 
 
 def _known_end(text: str, text_end: int, ends: Sequence[str]) -> int | None:

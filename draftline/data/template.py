@@ -26,6 +26,7 @@ TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Att
 # How control tokens are written, for tokenizers that do not have all of the template's among their own.
 _MARK = re.compile(r"<[^<>\s]+>")
 
+WRAPPERS = ("q", "Z")
 _USER, _ANSWER = "qzUSERzq{}qz", "qzANSWERzq{}qz"
 
 
@@ -181,7 +182,7 @@ class ChatTemplate:
             for role, text in (("user", _USER), ("assistant", _ANSWER))
         ]
         whole = self.render(chat, conversation).text
-        pieces = _split_at(whole, [message["content"] for message in chat])
+        pieces = _split_at(whole, [message["content"] for message in chat]) or self._split_altered(chat, conversation)
         if pieces is None:
             raise TemplateError(
                 f"the loss mask cannot be found: the chat template does not show the turns {chat} one after another, "
@@ -205,6 +206,25 @@ class ChatTemplate:
         end_length = len(after_first) - shared_start(opening[::-1], after_first[::-1])
         cut = [mark.end() for mark in _MARK.finditer(after_first) if mark.start() < end_length < mark.end()]
         return TurnEnds(prompt, fillers, after_first[: max([end_length, *cut])].rstrip(), "", always_opens)
+
+    def _split_altered(self, chat: list[dict[str, Any]], conversation: Conversation) -> list[str] | None:
+        """The pieces around the texts of a chat that the template alters, each found by wrapping it in two letters."""
+        whole = self.render(chat, conversation).text
+        pieces, at = [], 0
+        for turn, message in enumerate(chat):
+            wrapped = [
+                self.render(
+                    [*chat[:turn], {**message, "content": letter + message["content"] + letter}, *chat[turn + 1 :]],
+                    conversation,
+                ).text
+                for letter in WRAPPERS
+            ]
+            place = place_between(*wrapped, whole)
+            if place is None or place[0] < at:
+                return None
+            pieces.append(whole[at : place[0]])
+            at = place[1]
+        return [*pieces, whole[at:]]
 
     def _learn_generation_prompt(self, question: list[dict[str, Any]], conversation: Conversation) -> str | None:
         """What the template appends when asked to; None if it renders the same whether asked or not."""
@@ -256,6 +276,19 @@ def shared_start(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
+
+
+def place_between(first: str, second: str, text: str) -> tuple[int, int] | None:
+    """Where `text` lies between what two renderings share at their beginnings and ends.
+
+    The two differ in the letters (`WRAPPERS`) around one text, `text` is the rendering without them. None if they do
+    not differ, or if `text` has not the same surroundings.
+    """
+    if first == second:
+        return None
+    before, after = shared_start(first, second), shared_start(first[::-1], second[::-1])
+    fits = text.startswith(first[:before]) and text.endswith(first[len(first) - after :])
+    return (before, len(text) - after) if fits and before + after <= len(text) else None
 
 
 def without_last_mark(text: str) -> str:
