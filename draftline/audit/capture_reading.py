@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftline.audit.probe import Probe, StandIn, relative_difference
+from draftline.audit.probe import Probe, StandIn, once_per_audit, relative_difference
 from draftline.audit.reference import ReferenceForward
 from draftline.records import CapturedSample, PackedBatch
 
@@ -42,15 +42,9 @@ class TargetSource:
     distance: float
 
 
+@once_per_audit
 def target_source(probe: Probe) -> TargetSource:
-    """Compare the captured training targets with every explanation at hand; cached on the probe."""
-    cached: TargetSource | None = probe.__dict__.get("_target_source")
-    if cached is None:
-        cached = probe.__dict__["_target_source"] = _target_source(probe)
-    return cached
-
-
-def _target_source(probe: Probe) -> TargetSource:
+    """Compare the captured training targets with every explanation at hand."""
     last = probe.subject.target.num_layers - 1
     found = [probe.target_ids_of(item).cpu() for item in probe.captured]
     own = [forward.next_ids.cpu() for forward in probe.reference]
@@ -114,13 +108,11 @@ def _distance(found: Tensor, wanted: Tensor) -> float:
     return float("inf") if per_token.isnan().any() else float(per_token.max())
 
 
+@once_per_audit
 def captured_slices(probe: Probe) -> list[CapturedSlice]:
-    """For each captured layer the reference layer it is nearest to; cached on the probe."""
-    cached: list[CapturedSlice] | None = probe.__dict__.get("_captured_slices")
-    if cached is None:
-        count = probe.captured[0].hidden_states_SLD.shape[1] // probe.subject.target.hidden_size
-        cached = probe.__dict__["_captured_slices"] = [_nearest(probe, index) for index in range(count)]
-    return cached
+    """For each captured layer the reference layer it is nearest to."""
+    count = probe.captured[0].hidden_states_SLD.shape[1] // probe.subject.target.hidden_size
+    return [_nearest(probe, index) for index in range(count)]
 
 
 def slice_of(probe: Probe, item: CapturedSample, index: int) -> Tensor:

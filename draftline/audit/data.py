@@ -11,6 +11,8 @@ from draftline.audit.finding import NotApplicable, Problem, check
 from draftline.audit.probe import Probe
 from draftline.audit.reference import target_forward
 from draftline.audit.subject import PreparedData
+from draftline.data.cache import tokenizer_hash
+from draftline.data.conversations import hash_json
 from draftline.records import Sample
 
 _LOW_AGREEMENT = 0.8
@@ -197,15 +199,15 @@ def accounted(probe: Probe) -> Problem | None:
 def same_template(probe: Probe) -> Problem | None:
     meta = _data(probe).meta
     tokenizer = probe.subject.target.tokenizer
-    if "template" not in meta or tokenizer is None:
+    if "template_hash" not in meta or tokenizer is None:
         raise NotApplicable("the data does not say which template it was made with")
-    if meta["template"] == tokenizer.chat_template:
+    names = {"chat template": hash_json(tokenizer.chat_template) == meta["template_hash"]}
+    if "tokenizer_hash" in meta:
+        names["tokenizer"] = tokenizer_hash(tokenizer) == meta["tokenizer_hash"]
+    changed = [name for name, same in names.items() if not same]
+    if not changed:
         return None
-    return Problem(
-        "the chat template has changed since the data was prepared, by "
-        f"{abs(len(str(meta['template'])) - len(str(tokenizer.chat_template)))} characters or more",
-        "prepare the data again",
-    )
+    return Problem(f"the {changed[0]} has changed since the data was prepared", "prepare the data again")
 
 
 def _data(probe: Probe) -> PreparedData:

@@ -6,8 +6,7 @@ nested loops. What moves in the right places but by the wrong amount is caught b
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,13 +15,11 @@ from draftline.audit.capture_reading import captured_slices, states_seen_by_draf
 from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table, with_rope
 from draftline.audit.finding import Problem, check
 from draftline.audit.loss_reading import loss_trace
-from draftline.audit.probe import Probe, perturbed, relative_difference
-from draftline.audit.reference import naive_anchors, target_forward, visible
+from draftline.audit.probe import Probe, once_per_audit, relative_difference
+from draftline.audit.reference import naive_anchors, target_forward
+from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes
 from draftline.records import PackedBatch
 from draftline.target.layers import default_target_layer_ids
-
-_MOVED = 1e-6
-"""Relative change of an output from which on it counts as moved; slots that see nothing of a change move by 0."""
 
 _SAME = 2e-4
 """Relative difference from a float64 computation that float32 explains, with weights of probe size."""
@@ -46,7 +43,7 @@ def every_layer_reaches(probe: Probe) -> Problem | None:
 @check("DRF002", "a block sees states at or after its anchor, or misses some before it")
 def strictly_before_anchor(probe: Probe) -> Problem | None:
     mend = "context of a block at anchor a: positions of its own document with start <= position < a"
-    for where in _context_mistakes(probe):
+    for where in context_mistakes(probe):
         if where.same_document and not where.within_window:
             return Problem(f"{where.text}: {where.effect}", mend)
     return None
@@ -55,10 +52,10 @@ def strictly_before_anchor(probe: Probe) -> Problem | None:
 @check("DRF003", "a block sees another block or another conversation")
 def no_leaks_across(probe: Probe) -> Problem | None:
     mend = "hide every other document's context and every other block's slots from a block"
-    for where in _context_mistakes(probe):
+    for where in context_mistakes(probe):
         if not where.same_document:
             return Problem(f"{where.text}: {where.effect}", mend)
-    for where in _block_mistakes(probe):
+    for where in block_mistakes(probe):
         if not where.same_document:
             return Problem(f"{where.text}: {where.effect}", mend)
     return None
@@ -67,7 +64,7 @@ def no_leaks_across(probe: Probe) -> Problem | None:
 @check("DRF004", "slots of a block do not see each other as they should")
 def inside_the_block(probe: Probe) -> Problem | None:
     kinds = sorted({"causal" if causal else "bidirectional" for causal in probe.view.causal})
-    for where in _block_mistakes(probe):
+    for where in block_mistakes(probe):
         if where.same_document:
             return Problem(
                 f"{where.text}: {where.effect}; its layers are to be {' and '.join(kinds)} inside a block",
@@ -78,7 +75,7 @@ def inside_the_block(probe: Probe) -> Problem | None:
 
 @check("DRF005", "the sliding window is not the one declared")
 def window(probe: Probe) -> Problem | None:
-    for where in _context_mistakes(probe):
+    for where in context_mistakes(probe):
         if where.same_document and where.within_window:
             return Problem(
                 f"{where.text}: {where.effect}; windows by layer {list(probe.view.windows)}",
@@ -108,7 +105,7 @@ def training_equals_decoding(probe: Probe) -> Problem | None:
     model, block = probe.subject.draft_model, probe.block_size
     with probe.shaken_weights(), torch.no_grad():
         trained = probe.run_drafter(probe.states)
-        for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
+        for index, (anchor, start) in enumerate(anchors_and_starts(probe)):
             if anchor == start:
                 continue
             cache, middle = model.new_cache(), (anchor + start + 1) // 2
@@ -261,163 +258,32 @@ def _contains(states: Tensor, part: Tensor, width: int) -> bool:
     return any(torch.equal(one, part) for one in states.split(width, dim=-1) if one.shape == part.shape)
 
 
+@once_per_audit
 def _layer_influence(probe: Probe) -> list[float]:
     """Largest change of any output when one layer's states are replaced, with the drafter's own weights."""
-    cached: list[float] | None = probe.__dict__.get("_layer_deltas")
-    if cached is None:
-        width = probe.subject.draft_model.config.hidden_size
-        before, cached = probe.run_drafter(probe.states), []
-        for index in range(len(probe.layer_ids)):
-            changed = probe.states.clone()
-            part = changed[..., index * width : (index + 1) * width]
-            part.copy_(torch.randn(part.shape, generator=probe.generator(6)) * 2)
-            cached.append(float((probe.run_drafter(changed) - before).abs().max()))
-        probe.__dict__["_layer_deltas"] = cached
-    return cached
-
-
-# Who sees what.
-
-
-@dataclass(frozen=True)
-class _Mistake:
-    """A change that moved a slot it must not move, or did not move one that it must."""
-
-    text: str
-    effect: str
-    same_document: bool
-    within_window: bool
-
-
-def _anchors_and_starts(probe: Probe) -> list[tuple[int, int]]:
-    return list(zip(probe.few_anchors, probe.starts(probe.few_anchors), strict=True))
-
-
-def _context_mistakes(probe: Probe) -> list[_Mistake]:
-    cached: list[_Mistake] | None = probe.__dict__.get("_context_mistakes")
-    if cached is None:
-        cached = probe.__dict__["_context_mistakes"] = list(_find_context_mistakes(probe))
-    return cached
-
-
-def _find_context_mistakes(probe: Probe) -> list[_Mistake]:
-    expected = _expected_context(probe)
-    found: list[_Mistake] = []
-    with probe.shaken_weights():
-        before = probe.run_drafter(probe.states)
-        for position in _positions_to_try(probe):
-            changed = perturbed(probe.states, [position], probe.generator(7))
-            moved = _moved(probe.run_drafter(changed), before)
-            for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
-                same_document = probe.row.document_ids[0, position] == probe.row.document_ids[0, anchor]
-                for slot in range(probe.block_size):
-                    wanted = expected[index][slot](position)
-                    if bool(moved[index, slot]) != wanted:
-                        found.append(
-                            _Mistake(
-                                f"the state at position {position - start} of a conversation whose block starts at "
-                                f"{anchor - start}"
-                                if same_document
-                                else f"a state of another conversation, {position - anchor:+d} from the anchor",
-                                f"slot {slot} {'does not move' if wanted else 'moves'} when it changes",
-                                bool(same_document),
-                                _windowed(probe) and position < anchor - 1,
-                            )
-                        )
-    return found
-
-
-def _windowed(probe: Probe) -> bool:
-    return any(window is not None for window in probe.view.windows)
-
-
-def _positions_to_try(probe: Probe) -> list[int]:
-    """Positions at which a mistake shows: around each anchor, at the document's start, at the window's edge."""
-    total, block = probe.row.input_ids.shape[1], probe.block_size
-    tried: set[int] = set()
-    for anchor, start in _anchors_and_starts(probe):
-        tried |= {start - 1, start, anchor - 2, anchor - 1, anchor, anchor + 1, anchor + block - 1, anchor + block}
-        for width in set(probe.view.windows) - {None}:
-            assert width is not None
-            tried |= {anchor - width - 1, anchor - width, anchor - width + 1, anchor - width + 2}
-    return sorted(p for p in tried if 0 <= p < total)
-
-
-def _expected_context(probe: Probe) -> list[list[Callable[[int], bool]]]:
-    """Per block and slot: whether a context position reaches it through any chain of layers."""
-    view, block, total = probe.view, probe.block_size, probe.row.input_ids.shape[1]
-    table = []
-    for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
-        reach: list[set[int]] = [set() for _ in range(block)]
-        for causal, width in zip(view.causal, view.windows, strict=True):
-            common = {"anchor": anchor, "start": start, "block": index, "causal": causal, "window": width}
-            now: list[set[int]] = []
-            for query in range(block):
-                direct = {k for k in range(total) if visible(query=query, key=k, key_block=None, **common)}  # type: ignore[arg-type]
-                through = [reach[k] for k in range(block) if visible(query=query, key=k, key_block=index, **common)]  # type: ignore[arg-type]
-                now.append(direct.union(reach[query], *through))
-            reach = now
-        table.append([reached.__contains__ for reached in reach])
-    return table
-
-
-def _block_mistakes(probe: Probe) -> list[_Mistake]:
-    cached: list[_Mistake] | None = probe.__dict__.get("_block_mistakes_found")
-    if cached is None:
-        cached = probe.__dict__["_block_mistakes_found"] = _find_block_mistakes(probe)
-    return cached
-
-
-def _find_block_mistakes(probe: Probe) -> list[_Mistake]:
-    block, found = probe.block_size, []
-    expected = _expected_block(probe)
-    with probe.shaken_weights():
-        before = probe.run_drafter(probe.states)
-        for index in (0, 1, len(probe.few_anchors) - 1):
-            for slot in sorted({0, 1, block // 2, block - 1}):
-                changed = perturbed(probe.block_embeddings, [index * block + slot], probe.generator(8))
-                moved = _moved(probe.run_drafter(probe.states, changed), before)
-                for other in range(len(probe.few_anchors)):
-                    for query in range(block):
-                        wanted = other == index and slot in expected[query]
-                        if bool(moved[other, query]) != wanted:
-                            effect = f"slot {query} {'does not move' if wanted else 'moves'} when it changes"
-                            text = f"slot {slot} of the {'same' if other == index else 'another'} block"
-                            found.append(_Mistake(text, effect, other == index, False))
-    return found
-
-
-def _expected_block(probe: Probe) -> list[set[int]]:
-    """Per slot, the slots of its own block that reach it through any chain of layers."""
-    view, block = probe.view, probe.block_size
-    reach = [{slot} for slot in range(block)]
-    for causal, width in zip(view.causal, view.windows, strict=True):
-        common = {"anchor": 0, "start": 0, "block": 0, "causal": causal, "window": width}
-        reach = [
-            reach[query].union(*(reach[k] for k in range(block) if visible(query=query, key=k, key_block=0, **common)))  # type: ignore[arg-type]
-            for query in range(block)
-        ]
-    return reach
-
-
-def _moved(after: Tensor, before: Tensor) -> Tensor:
-    """[A, P] bool."""
-    return ((after - before).abs().amax(-1) > _MOVED * before.abs().max()).cpu()
+    width, before = probe.subject.draft_model.config.hidden_size, probe.run_drafter(probe.states)
+    deltas = []
+    for index in range(len(probe.layer_ids)):
+        changed = probe.states.clone()
+        part = changed[..., index * width : (index + 1) * width]
+        part.copy_(torch.randn(part.shape, generator=probe.generator(6)) * 2)
+        deltas.append(float((probe.run_drafter(changed) - before).abs().max()))
+    return deltas
 
 
 # The second implementation.
 
 
-def _reference_difference(probe: Probe, view: DrafterView, position_shift: int = 0) -> float:
+def _reference_difference(probe: Probe, view: DrafterView, shift: int = 0, step: int = 1) -> float:
     """Largest relative difference of any block from the second implementation under some view."""
     model, block = probe.subject.draft_model, probe.block_size
     with probe.shaken_weights():
         weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         found = probe.run_drafter(probe.states)
     worst = 0.0
-    for index, (anchor, start) in enumerate(_anchors_and_starts(probe)):
+    for index, (anchor, start) in enumerate(anchors_and_starts(probe)):
         embeddings = probe.block_embeddings[0, index * block : (index + 1) * block]
-        wanted = reference_block(view, weights, probe.states[0, start:anchor], embeddings, position_shift)
+        wanted = reference_block(view, weights, probe.states[0, start:anchor], embeddings, shift, step)
         worst = max(worst, relative_difference(found[index], wanted))
     return worst
 
@@ -448,8 +314,8 @@ def _explain_positions(probe: Probe) -> str | None:
     for theta in (10_000.0, 1_000_000.0):
         if _reference_difference(probe, with_rope(probe.view, rope_theta=theta)) <= _SAME:
             return f"it rotates with rope_theta {theta:g}, declared is {probe.view.rope.get('rope_theta')}"
-    if _reference_difference(probe, with_rope(probe.view, rope_type="default", rope_theta=1e30)) < 1e-2:
-        return "it does not rotate at all"
+    if _reference_difference(probe, probe.view, step=0) <= _SAME:
+        return "all slots of a block sit at its anchor's position"
     return None if _independent_of_distance(probe) is None else "outputs do not depend on positions as rotary ones do"
 
 

@@ -119,19 +119,20 @@ def reference_block(
     context_states: Tensor,
     block_embeddings: Tensor,
     position_shift: int = 0,
+    position_step: int = 1,
 ) -> Tensor:
     """Outputs of one block, [P, D] float64 after `norm`.
 
     Args:
         context_states: [n, L*D] states of the n tokens before the anchor, from the document's first on.
         block_embeddings: [P, D].
-        position_shift: added to the positions of the slots; 0 is right.
+        position_shift, position_step: slots sit at anchor + shift + step * k; 0 and 1 are right.
     """
     tensor = {name: value.detach().double().cpu() for name, value in weights.items()}
     context = _norm(context_states.double().cpu() @ tensor["fc.weight"].T, tensor["hidden_norm.weight"], view.eps)
     block = block_embeddings.double().cpu()
-    positions = torch.arange(len(context) + len(block))
-    positions[len(context) :] += position_shift
+    slots = len(context) + position_shift + position_step * torch.arange(len(block))
+    positions = torch.cat([torch.arange(len(context)), slots])
     for index in range(len(view.causal)):
         block = _layer(view, tensor, index, context, block, positions)
     return _norm(block, tensor["norm.weight"], view.eps)

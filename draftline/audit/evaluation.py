@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from draftline.audit.drafter_reference import DrafterView, reference_block
 from draftline.audit.exported import exported
 from draftline.audit.finding import NotApplicable, Problem, check
-from draftline.audit.probe import Probe
+from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.draft.attention import BlockLayout
 from draftline.errors import TargetError
@@ -217,16 +217,26 @@ def useful(probe: Probe) -> Problem | None:
     return None
 
 
-def own_answer(probe: Probe) -> Answer:
-    """The probe's prompt and answer; cached on the probe."""
-    cached: Answer | None = probe.__dict__.get("_own_answer")
-    if cached is None:
-        cached = probe.__dict__["_own_answer"] = _own_answer(probe)
-    return cached
+@check("EVL007", "the data was made in another mode than plain serving has")
+def serving_mode(probe: Probe) -> Problem | None:
+    data = probe.subject.data
+    if data is None or not (data.meta or data.report):
+        raise NotApplicable("the data does not say how it was made")
+    options = data.meta.get("template_options") or {}
+    mend = "serve and evaluate with the same template options, thinking mode and system prompt"
+    if options:
+        return Problem(f"its conversations were rendered with {options}", mend, "warning")
+    thinking = data.report.get("thinking") or {}
+    with_reasoning, total = thinking.get("with_reasoning", 0), sum(thinking.values())
+    if total and 0.1 < with_reasoning / total < 0.9:
+        return Problem(f"{with_reasoning} of {total} answers think first, the others do not", mend, "warning")
+    return None
 
 
+@once_per_audit
 @torch.no_grad()
-def _own_answer(probe: Probe) -> Answer:
+def own_answer(probe: Probe) -> Answer:
+    """The probe's prompt and the target's answer to it."""
     target, length = probe.subject.target, 2 * probe.block_size + 5
     ids = probe.random_ids(_PROMPT, probe.generator(11))[None].to(target.device)
     for _ in range(length + probe.block_size):

@@ -18,57 +18,30 @@ from torch import Tensor
 from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table
 from draftline.audit.engines import Reading, differences, read_as, readers_of, rope_of
 from draftline.audit.finding import NotApplicable, Problem, check
-from draftline.audit.probe import Probe, relative_difference
+from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.errors import ExportError
+from draftline.export.folder import read_files
 
-_BACKBONE_KEYS = frozenset(
-    [
-        "architectures",
-        "model_type",
-        "block_size",
-        "num_target_layers",
-        "is_causal",
-        "dflash_config",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "hidden_act",
-        "rms_norm_eps",
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "max_position_embeddings",
-        "max_window_layers",
-        "use_sliding_window",
-        "sliding_window",
-        "layer_types",
-        "attention_bias",
-        "attention_dropout",
-        "initializer_range",
-        "tie_word_embeddings",
-        "use_cache",
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "dtype",
-        "transformers_version",
-    ]
+_ZLAB_KEYS = ("architectures", "model_type", "block_size", "num_target_layers", "dtype")
+_BLOCK_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
+_SPECULATORS_KEYS = ("architectures", "aux_hidden_state_layer_ids", "block_size", "mask_token_id", "dtype")
+_LAYER_KEYS = (
+    "layer_types",
+    "vocab_size",
+    "head_dim",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "rms_norm_eps",
 )
-_INNER_KEYS = frozenset(
-    [
-        "block_size",
-        "mask_token_id",
-        "target_layer_ids",
-        "sample_from_anchor",
-        "input_embedding_scale",
-        "output_multiplier",
-        "final_logit_softcapping",
-    ]
-)
+_KNOWN_KEYS = {*_ZLAB_KEYS, *_LAYER_KEYS} | {
+    *("is_causal", "dflash_config", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "max_window_layers", "use_sliding_window"),
+    *("sliding_window", "attention_bias", "attention_dropout", "initializer_range", "tie_word_embeddings"),
+    *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
+}
+_KNOWN_BLOCK_KEYS = {*_BLOCK_KEYS} | {
+    *("sample_from_anchor", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,6 +58,24 @@ class Exported:
     weights: dict[str, Tensor]
     trained: Tensor
     refusal: str = ""
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        """The part of the config that describes the layers: a nested one in speculators' form."""
+        nested: dict[str, Any] = self.tree.get("transformer_layer_config", self.tree)
+        return nested
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """The part that describes blocks."""
+        if self.is_speculators:
+            return self.tree
+        inner: dict[str, Any] = self.tree.get("dflash_config") or {}
+        return inner
+
+    @property
+    def is_speculators(self) -> bool:
+        return "speculators_model_type" in self.tree
 
     @property
     def readings(self) -> list[Reading]:
@@ -115,19 +106,17 @@ def tensors(probe: Probe) -> Problem | None:
 
 @check("EXP002", "a key that a reader needs is missing from the exported config", needs=("EXP001",))
 def required_keys(probe: Probe) -> Problem | None:
-    tree = _tree(probe)
-    inner = tree.get("dflash_config") or {}
-    wanted = ["architectures", "model_type", "block_size", "num_target_layers", "layer_types", "dtype", "vocab_size"]
-    wanted += ["head_dim", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"]
-    missing = [key for key in wanted if tree.get(key) is None]
-    missing += [
-        f"dflash_config.{k}" for k in ("block_size", "mask_token_id", "target_layer_ids") if inner.get(k) is None
-    ]
-    if "rope_theta" not in tree and "rope_parameters" not in tree:
+    found = _exported(probe)
+    top = _SPECULATORS_KEYS if found.is_speculators else _ZLAB_KEYS
+    block = () if found.is_speculators else _BLOCK_KEYS
+    missing = [key for key in top if found.tree.get(key) is None]
+    missing += [key for key in _LAYER_KEYS if found.layers.get(key) is None]
+    missing += [f"dflash_config.{key}" for key in block if found.block.get(key) is None]
+    if "rope_theta" not in found.layers and "rope_parameters" not in found.layers:
         missing.append("rope_theta")
     if not missing:
         return None
-    effects = [f"{r.reader} {remark}" for r in _exported(probe).readings for remark in r.remarks if "missing" in remark]
+    effects = [f"{r.reader} {remark}" for r in found.readings for remark in r.remarks if "missing" in remark]
     return Problem(
         f"missing: {', '.join(missing)}{'; ' + effects[0] if effects else ''}", "write every key of the format"
     )
@@ -135,12 +124,10 @@ def required_keys(probe: Probe) -> Problem | None:
 
 @check("EXP003", "a reader would capture other target layers", needs=("EXP001", "EXP002"))
 def layer_ids(probe: Probe) -> Problem | None:
-    tree = _tree(probe)
     depth = probe.subject.target.num_layers
-    if tree["num_target_layers"] != depth:
-        return Problem(
-            f"num_target_layers is {tree['num_target_layers']}, the target has {depth}", f"num_target_layers: {depth}"
-        )
+    told = _tree(probe).get("num_target_layers", depth)
+    if told != depth:
+        return Problem(f"num_target_layers is {told}, the target has {depth}", f"num_target_layers: {depth}")
     return _reading_differs(probe, ("target_layer_ids",), "convention A: 0-based layers whose output is read")
 
 
@@ -155,11 +142,11 @@ def causality(probe: Probe) -> Problem | None:
 
 @check("EXP005", "a reader would use another sliding window", needs=("EXP001",))
 def windows(probe: Probe) -> Problem | None:
-    tree = _tree(probe)
+    layers = _exported(probe).layers
     declared = [w for w in probe.view.windows if w is not None]
-    if declared and not tree.get("use_sliding_window"):
+    if declared and layers.get("use_sliding_window") is False:
         return Problem(
-            f"use_sliding_window is {tree.get('use_sliding_window')} although layers slide: the window is dropped",
+            f"use_sliding_window is {layers['use_sliding_window']} although layers slide: the window is dropped",
             "use_sliding_window: true",
         )
     return _reading_differs(probe, ("windows",), "write sliding_window and layer_types as trained")
@@ -167,17 +154,15 @@ def windows(probe: Probe) -> Problem | None:
 
 @check("EXP006", "a reader would rotate otherwise, or clamp positions", needs=("EXP001",))
 def rope(probe: Probe) -> Problem | None:
-    tree, config = _tree(probe), probe.subject.draft_model.config
+    layers, config = _exported(probe).layers, probe.subject.draft_model.config
     mend = "write the rotary settings used in training, and at least the target's max_position_embeddings"
-    settings = rope_of(tree)
-    partial = {k: settings.get(k, tree.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
+    settings = rope_of(layers)
+    partial = {k: settings.get(k, layers.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
     if any(value not in (None, 1, 1.0) for value in partial.values()):
         return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", mend)
-    if tree["max_position_embeddings"] < config.max_position_embeddings:
-        return Problem(
-            f"max_position_embeddings {tree['max_position_embeddings']}, trained with {config.max_position_embeddings}",
-            mend,
-        )
+    limit = layers["max_position_embeddings"]
+    if limit < config.max_position_embeddings:
+        return Problem(f"max_position_embeddings {limit}, trained with {config.max_position_embeddings}", mend)
     places = torch.tensor([0, 1, 100, 5000])
     found = rope_table(_view_with_rope(probe, settings), places)
     wanted = probe.subject.draft_model.rotary_emb(torch.zeros(1, device=probe.device), places[None].to(probe.device))
@@ -196,8 +181,7 @@ def rope(probe: Probe) -> Problem | None:
 
 @check("EXP007", "block size, mask token or slot layout are written wrong", needs=("EXP001", "EXP002"))
 def block_layout(probe: Probe) -> Problem | None:
-    tree = _tree(probe)
-    inner = tree["dflash_config"]
+    tree, inner = _tree(probe), _exported(probe).block
     mend = "write block_size at top level and in dflash_config, mask_token_id and the slot layout as trained"
     if tree["block_size"] != inner["block_size"]:
         return Problem(f"block_size is {tree['block_size']} at top level, {inner['block_size']} in dflash_config", mend)
@@ -213,14 +197,14 @@ def scales(probe: Probe) -> Problem | None:
     rows = target.embedding.get_parameter("weight")[ids].double()
     found = probe.reference[0].first_input[:4].double()
     measured = float((found * rows).sum() / rows.square().sum())
-    written = float(_tree(probe)["dflash_config"].get("input_embedding_scale") or 1.0)
+    written = float(_exported(probe).block.get("input_embedding_scale") or 1.0)
     if relative_difference(rows * measured, found) < 1e-2 and abs(written / measured - 1) > 1e-2:
         return Problem(
             f"input_embedding_scale {written:g}, the target's first layer receives {measured:.4g} times its raw rows",
             f"dflash_config.input_embedding_scale: {measured:.6g}",
         )
     logits, raw = _raw_logits(probe)
-    values = _tree(probe)["dflash_config"]
+    values = _exported(probe).block
     scaled = raw * float(values.get("output_multiplier") or 1.0)
     cap = values.get("final_logit_softcapping")
     scaled = torch.tanh(scaled / cap) * cap if cap else scaled
@@ -248,9 +232,11 @@ def dtype(probe: Probe) -> Problem | None:
 
 @check("EXP010", "the exported config has keys that the drafter does not have", needs=("EXP001",))
 def foreign_keys(probe: Probe) -> Problem | None:
-    tree = _tree(probe)
-    extra = sorted(set(tree) - _BACKBONE_KEYS)
-    extra += [f"dflash_config.{key}" for key in sorted(set(tree.get("dflash_config") or {}) - _INNER_KEYS)]
+    found = _exported(probe)
+    if found.is_speculators:
+        raise NotApplicable("speculators reads its configuration strictly itself")
+    extra = sorted(set(found.tree) - _KNOWN_KEYS)
+    extra += [f"dflash_config.{key}" for key in sorted(set(found.block) - _KNOWN_BLOCK_KEYS)]
     if not extra:
         return None
     return Problem(f"unknown to the format: {', '.join(extra)}", "write only the keys of the format", "warning")
@@ -258,16 +244,21 @@ def foreign_keys(probe: Probe) -> Problem | None:
 
 @check("EXP011", "a reader would use another embedding, head or vocabulary", needs=("EXP001",))
 def vocabulary(probe: Probe) -> Problem | None:
-    tree, target = _tree(probe), probe.subject.target
+    found, target = _exported(probe), probe.subject.target
     mend = "vocab_size: rows of the target's table, padding included; tie_word_embeddings: false; no head of its own"
-    if tree["vocab_size"] != target.vocab_size:
-        return Problem(f"vocab_size {tree['vocab_size']}, the target's table has {target.vocab_size} rows", mend)
-    if tree.get("tie_word_embeddings"):
+    rows = found.layers["vocab_size"]
+    if rows != target.vocab_size:
+        return Problem(f"vocab_size {rows}, the target's table has {target.vocab_size} rows", mend)
+    if found.layers.get("tie_word_embeddings"):
         return Problem("tie_word_embeddings is true: the drafter has neither embedding nor head", mend)
-    for name, wanted in (("architectures", ["DFlashDraftModel"]), ("model_type", "qwen3"), ("hidden_act", "silu")):
-        if tree.get(name) != wanted:
-            return Problem(f"{name} is {tree.get(name)}, readers look for {wanted}", f"{name}: {wanted}")
-    return None
+    architecture = "DFlashSpeculator" if found.is_speculators else "DFlashDraftModel"
+    if found.tree["architectures"] != [architecture]:
+        named = found.tree["architectures"]
+        return Problem(
+            f"architectures is {named}, readers look for {architecture}", f'architectures: ["{architecture}"]'
+        )
+    kind = found.layers.get("model_type")
+    return None if kind == "qwen3" else Problem(f"model_type is {kind}, readers look for qwen3", "model_type: qwen3")
 
 
 @check(
@@ -302,12 +293,16 @@ def forward_equality(probe: Probe) -> Problem | None:
     return None
 
 
+@once_per_audit
 def exported(probe: Probe) -> Exported:
-    """Export once, with random weights of probe size; cached on the probe."""
-    cached: Exported | None = probe.__dict__.get("_exported")
-    if cached is None:
-        cached = probe.__dict__["_exported"] = _export(probe)
-    return cached
+    """The finished folder, or one export with random weights of probe size."""
+    return _export(probe) if probe.subject.folder is None else _finished(probe, probe.subject.folder)
+
+
+def _finished(probe: Probe, folder: Path) -> Exported:
+    files = read_files(folder)
+    weights = {name: tensor.detach().cpu().clone() for name, tensor in probe.subject.draft_model.state_dict().items()}
+    return Exported(files.tree, files.tensors, weights, probe.run_drafter(probe.states))
 
 
 def _export(probe: Probe) -> Exported:

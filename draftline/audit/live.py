@@ -1,6 +1,7 @@
 """The subject of an audit, put together from the functions that a run uses.
 
-Functions are looked up in their modules when the subject is made, so that what is examined is what is there now.
+Functions are looked up where the run looks them up (in `train.drafter` and `engine.rows`), and when the subject is
+made, so that what is examined is what the run would call now.
 """
 
 from __future__ import annotations
@@ -13,17 +14,17 @@ from torch.optim import Optimizer
 
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
-from draftline.draft import anchors
 from draftline.draft.attention import attention_class
 from draftline.draft.model import DFlashDraftModel
+from draftline.engine import rows
+from draftline.engine.replicas import frozen_target
 from draftline.evaluate import acceptance, generate
 from draftline.export import zlab
 from draftline.records import StepMetrics
 from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target
-from draftline.train import checkpoint, optim, step
+from draftline.train import checkpoint, drafter, optim
 from draftline.train.state import TrainState
-from draftline.transfer import pack
 
 
 def live_subject(
@@ -32,6 +33,7 @@ def live_subject(
     draft_model: DFlashDraftModel,
     data: PreparedData | None = None,
     trained: bool = False,
+    folder: Path | None = None,
 ) -> AuditSubject:
     """Everything that a run with these settings, target and drafter would use."""
     pipeline = config.pipeline
@@ -65,11 +67,11 @@ def live_subject(
         target=target,
         draft_model=draft_model,
         capture=loop.capture,
-        pack=pack.pack,
-        draw_anchors=anchors.draw_anchors,
-        frozen=step.FrozenTarget(target.embed, target.head),
-        row_loss=step.row_loss,
-        train_step=step.train_step,
+        pack=rows.pack,
+        draw_anchors=drafter.draw_anchors,
+        frozen=frozen_target(target, device),
+        row_loss=drafter.row_loss,
+        train_step=drafter.train_step,
         attention=attention_class(config.train.attention, device),
         make_optimizer=lambda model: optim.build_optimizer(model, config.optim),
         learning_rate=lambda update, total: optim.learning_rate(update, total, config.optim),
@@ -82,4 +84,5 @@ def live_subject(
         scratch=tempfile.TemporaryDirectory,
         data=data,
         trained=trained,
+        folder=folder,
     )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftline.audit.probe import Probe, StandIn
+from draftline.audit.probe import Probe, StandIn, once_per_audit
 from draftline.audit.reference import naive_slots, naive_weights
 from draftline.records import PackedBatch, StepMetrics
 
@@ -61,25 +61,18 @@ def supervised(probe: Probe) -> list[tuple[int, int, int]]:
     return naive_slots(probe.samples, probe.anchors, probe.block_size, probe.first)
 
 
+@once_per_audit
 def loss_trace(probe: Probe) -> LossTrace:
-    """The loss with random states of the target as outputs; cached on the probe."""
-    cached: LossTrace | None = probe.__dict__.get("_loss_trace")
-    if cached is None:
-        total = probe.row.input_ids.shape[1]
-        count = len(probe.anchors) * probe.block_size
-        source_Q = torch.randint(total, (count,), generator=probe.generator(5))
-        cached = probe.__dict__["_loss_trace"] = run_loss(probe, probe.row, source_Q)
-    return cached
+    """The loss with random states of the target as outputs."""
+    total = probe.row.input_ids.shape[1]
+    count = len(probe.anchors) * probe.block_size
+    return run_loss(probe, probe.row, torch.randint(total, (count,), generator=probe.generator(5)))
 
 
-def labels_used(probe: Probe, row: PackedBatch | None = None) -> LabelsUsed:
-    """Read the labels out of the loss of a row; cached on the probe for its own row."""
-    if row is not None:
-        return _read_labels(probe, run_loss(probe, row, loss_trace(probe).source_Q))
-    cached: LabelsUsed | None = probe.__dict__.get("_labels_used")
-    if cached is None:
-        cached = probe.__dict__["_labels_used"] = _read_labels(probe, loss_trace(probe))
-    return cached
+@once_per_audit
+def labels_used(probe: Probe) -> LabelsUsed:
+    """The labels that the loss of the probe's row is computed with."""
+    return read_labels(probe, loss_trace(probe))
 
 
 def run_loss(probe: Probe, row: PackedBatch, source_Q: Tensor, chunk_size: int | None = None) -> LossTrace:
@@ -150,7 +143,8 @@ def _explanations(probe: Probe, layers: bool) -> dict[str, Callable[[int], int]]
     return named
 
 
-def _read_labels(probe: Probe, trace: LossTrace) -> LabelsUsed:
+def read_labels(probe: Probe, trace: LossTrace) -> LabelsUsed:
+    """Find the labels that explain the gradient of a call of the loss."""
     truth = _fit(probe, trace, labels_by_name(probe, "truth"))
     best, name, layer, unit = truth[0], "truth", None, truth[1]
     if best < 1.0:

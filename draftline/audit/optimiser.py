@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
 from draftline.draft.model import DFlashDraftModel
+from draftline.train.estimate import estimate_run
 
 _STEPS = 4
 
@@ -189,36 +190,17 @@ def target_untouched(probe: Probe) -> Problem | None:
 @check("OPT009", "the run does not fit into memory")
 def memory(probe: Probe) -> Problem | None:
     subject, config = probe.subject, probe.subject.config
-    weights = sum(p.numel() for p in subject.draft_model.parameters())
-    target_bytes = sum(p.numel() * p.element_size() for p in subject.target.model.parameters())
-    row = config.train.tokens_per_row
-    shape = subject.draft_model.config
-    states = row * (len(shape.target_layer_ids) + 1) * shape.hidden_size * 4
-    slots = (
-        row // 4 * shape.block_size
-        if config.train.num_anchors >= row // 4
-        else config.train.num_anchors * shape.block_size
-    )
-    activations = shape.num_hidden_layers * (slots + row) * (4 * shape.hidden_size + 3 * shape.intermediate_size) * 4
-    logits = 3 * min(config.loss.chunk_size, slots) * shape.vocab_size * 4
-    total = target_bytes + 16 * weights + 2 * states + activations + logits
+    held = subject.target.model.parameters()
+    target_bytes = sum(p.numel() * p.element_size() for p in held)
+    longest = config.train.tokens_per_row
+    estimate = estimate_run(config, subject.draft_model.config, subject.target.dtype.itemsize, longest)
+    needed = estimate.drafter_bytes + estimate.row_bytes + estimate.logits_bytes + target_bytes
     available = _total_memory(probe.device)
-    parts = {
-        "target": target_bytes,
-        "drafter with gradients and moments": 16 * weights,
-        "states of a row": 2 * states,
-        "activations": activations,
-        "logits of a chunk": logits,
-    }
-    text = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
-    probe.notes.append(
-        f"memory: about {total / 2**30:.2f} GiB of {available / 2**30:.1f} ({text}); a checkpoint takes "
-        f"{12 * weights / 2**30:.2f} GiB of disk"
-    )
-    if total <= available:
+    probe.notes.append(f"target {target_bytes / 2**30:.2f} GiB; {estimate.sentence()}")
+    if needed <= available:
         return None
     return Problem(
-        f"about {total / 2**30:.1f} GiB are needed, {available / 2**30:.1f} GiB are there",
+        f"about {needed / 2**30:.1f} GiB are needed, {available / 2**30:.1f} GiB are there",
         "lower train.num_anchors, train.tokens_per_row or loss.chunk_size, or set target.dtype=bfloat16",
         "warning",
     )

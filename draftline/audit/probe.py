@@ -6,10 +6,12 @@ random, because a target that repeats itself, or an easy answer, hides a label t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +24,24 @@ from draftline.data.sampler import RowPlan
 from draftline.draft.attention import BlockLayout
 from draftline.records import CapturedSample, PackedBatch, Sample
 
+T = TypeVar("T")
+
 _MAX_ANCHORS = 16
 """Anchors in the probes of loss and labels."""
+
+
+def once_per_audit(function: Callable[[Probe], T]) -> Callable[[Probe], T]:
+    """Compute something once per audit: several checks read the same evidence."""
+    key = f"{function.__module__}.{function.__qualname__}"
+
+    @functools.wraps(function)
+    def kept(probe: Probe) -> T:
+        if key not in probe.evidence:
+            probe.evidence[key] = function(probe)
+        found: T = probe.evidence[key]
+        return found
+
+    return kept
 
 
 class Probe:
@@ -32,11 +50,13 @@ class Probe:
     Attributes:
         subject: what is examined.
         notes: measured figures that are no fault, for the report.
+        evidence: what functions marked `once_per_audit` have computed.
     """
 
     def __init__(self, subject: AuditSubject, seed: int = 0) -> None:
         self.subject = subject
         self.notes: list[str] = []
+        self.evidence: dict[str, Any] = {}
         self.seed = seed
 
     def generator(self, purpose: int) -> torch.Generator:

@@ -129,6 +129,7 @@ class AuditSubject:
         teacher_forced: drafter, prompt and answer ids to the estimate from the training forward.
         data: prepared conversations, if there are any yet.
         trained: whether the weights come from training, so that acceptance means something.
+        folder: a finished drafter's folder; what lies there is examined instead of a fresh export.
         scratch: makes temporary folders.
     """
 
@@ -153,3 +154,4 @@ class AuditSubject:
     scratch: Callable[[], AbstractContextManager[str]]
     data: PreparedData | None = None
     trained: bool = False
+    folder: Path | None = None

@@ -21,7 +21,7 @@ from draftline.audit.capture_reading import (
     without_ties,
 )
 from draftline.audit.finding import NotApplicable, Problem, check
-from draftline.audit.loss_reading import labels_used
+from draftline.audit.loss_reading import labels_used, read_labels, run_loss
 from draftline.audit.probe import Probe, relative_difference
 from draftline.audit.reference import target_forward
 from draftline.errors import TargetError
@@ -294,7 +294,8 @@ def _loss_depends_on_states(probe: Probe, mend: str) -> Problem | None:
     if probe.subject.config.loss.labels != "target":
         return None
     changed = replace(probe.row, hidden_states_packed=probe.row.hidden_states_packed + 3.0)
-    before, after = labels_used(probe), labels_used(probe, changed)
+    before = labels_used(probe)
+    after = read_labels(probe, run_loss(probe, changed, before.trace.source_Q))
     noisy = before.truth_fit < 1.0 and before.layer is None and before.truth_fit > 0.2
     if after.truth_fit < before.truth_fit - 1e-9 and before.layer is None:
         return Problem(

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from draftline.audit.live import live_subject
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
+from draftline.data.cache import tokenizer_hash
+from draftline.data.conversations import hash_json
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import Sample
 from draftline.target.drafter_shape import resolve_drafter_config
@@ -66,6 +79,7 @@ class Recipe:
     target: PretrainedConfig = field(default_factory=qwen3)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
     with_data: bool = True
+    chat: bool = False
 
 
 def run_config(settings: dict[str, dict[str, Any]]) -> RunConfig:
@@ -88,9 +102,25 @@ def subject(recipe: Recipe | None = None) -> AuditSubject:
     recipe = recipe or Recipe()
     config = run_config(recipe.settings)
     target = small_target(recipe.target)
+    if recipe.chat:
+        target = replace(target, tokenizer=chat_tokenizer())
+    data = _answers(target, recipe)
     model = DFlashDraftModel(resolve_drafter_config(target, config.drafter, None))
     model.init_weights(torch.Generator().manual_seed(config.train.seed))
-    return live_subject(config, target, model, own_answers(target) if recipe.with_data else None)
+    return live_subject(config, target, model, data)
+
+
+_ANSWERED: dict[str, PreparedData] = {}
+"""Answers by target: writing them takes longer than an audit."""
+
+
+def _answers(target: Target, recipe: Recipe) -> PreparedData | None:
+    if not recipe.with_data:
+        return None
+    key = f"{recipe.chat} {recipe.target.to_json_string()}"
+    if key not in _ANSWERED:
+        _ANSWERED[key] = chats(target) if recipe.chat else own_answers(target)
+    return _ANSWERED[key]
 
 
 @torch.no_grad()
@@ -105,3 +135,45 @@ def own_answers(target: Target, count: int = 12) -> PreparedData:
         samples.append(Sample(index, ids[0], torch.arange(32) >= 8))
     heldout = samples[count - 2 :]
     return PreparedData(samples[: count - 2], heldout, num_samples=count - 2, num_tokens=32 * (count - 2))
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per letter, and ChatML."""
+    letters = ["<pad>", "<s>", "<|im_end|>", "<|im_start|>", "\n", *map(chr, range(32, 123 - 1))]
+    tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(letters)}, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+@torch.no_grad()
+def chats(target: Target, count: int = 8) -> PreparedData:
+    """Conversations in the template, answered by the target, each ended by the template's own token."""
+    tokenizer = target.require_tokenizer()
+    samples = []
+    for index in range(count):
+        question = [{"role": "user", "content": f"Say {index}."}]
+        text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+        ids = prompt
+        for _ in range(14):
+            logits = target.model(input_ids=ids).logits[:, -1]
+            logits[:, :4] = float("-inf")
+            ids = torch.cat([ids, logits.argmax(-1)[None]], dim=1)
+        ids = torch.cat([ids[0], torch.tensor([tokenizer.convert_tokens_to_ids("<|im_end|>")])])
+        samples.append(Sample(index, ids, torch.arange(len(ids)) >= prompt.shape[1]))
+    meta = {"template_hash": hash_json(tokenizer.chat_template), "tokenizer_hash": tokenizer_hash(tokenizer)}
+    return PreparedData(samples, meta=meta, num_samples=count, num_tokens=sum(map(len, samples)))

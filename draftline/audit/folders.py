@@ -1,0 +1,153 @@
+"""Subjects made from what a user names: settings of a run to come, a run folder, a finished drafter's folder."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+
+import numpy as np
+
+from draftline.audit.conventions import describe
+from draftline.audit.finding import Finding
+from draftline.audit.live import live_subject
+from draftline.audit.report import AuditReport, run_audit
+from draftline.audit.subject import AuditSubject, PreparedData
+from draftline.config import DFlashConfig, DrafterConfig, RunConfig, TargetConfig
+from draftline.data.dataset import PreparedDataset
+from draftline.engine.replicas import frozen_target
+from draftline.errors import CheckpointError, TargetError
+from draftline.export.facts import Given
+from draftline.export.folder import read_files
+from draftline.export.importing import checkpoint_folder, load_drafter
+from draftline.run import HELDOUT_FOLDER, choose_conversations, drafter_device
+from draftline.target.drafter_shape import resolve_drafter_config
+from draftline.target.model import Target, load_target
+from draftline.train.checkpoint import load_draft_model, read_checkpoint
+from draftline.train.drafter import Drafter
+
+_CONVERSATIONS_READ = 200
+"""Conversations of each part of the data that the audit looks at, spread over all of it."""
+
+
+def audit_run_config(
+    config: RunConfig, target: Target | None = None, select: Collection[str] = (), ignore: Collection[str] = ()
+) -> AuditReport:
+    """Audit a run before it starts, on the target, data and drafter that it will use.
+
+    Args:
+        target: the run's target, if it is loaded already.
+
+    Raises:
+        ConfigError, DataError, TargetError: the run itself could not start.
+    """
+    return run_audit(subject_of_run(config, target or load_target(config.target)), select, ignore)
+
+
+def subject_of_run(config: RunConfig, target: Target) -> AuditSubject:
+    """The subject for a run that has not started: the drafter has its first weights."""
+    dataset = None if config.data.path is None else PreparedDataset.open(config.data.path)
+    used = None if dataset is None else dataset.used_token_ids()
+    shape = resolve_drafter_config(target, config.drafter, used)
+    device = drafter_device(config.train.device)
+    drafter = Drafter(config=config, shape=shape, total_steps=1, frozen=frozen_target(target, device), device=device)
+    return live_subject(config, target, drafter.model, _prepared(config))
+
+
+def audit_run_folder(
+    folder: Path, target: Target | None = None, select: Collection[str] = (), ignore: Collection[str] = ()
+) -> AuditReport:
+    """Audit a run that has written a checkpoint: its best weights, with the settings it was trained with.
+
+    Raises:
+        CheckpointError: there is no checkpoint in the folder.
+        ConfigError, DataError, TargetError: what the run used is not there any more.
+    """
+    place = checkpoint_folder(folder)
+    if place is None:
+        raise CheckpointError(f"{folder} is no run folder: it has no checkpoint; name one written by `draftline train`")
+    config = read_checkpoint(place).run_config
+    draft_model = load_draft_model(folder).to(drafter_device(config.train.device))
+    target = target or load_target(config.target)
+    return run_audit(live_subject(config, target, draft_model, _prepared(config), trained=True), select, ignore)
+
+
+def audit_checkpoint(
+    folder: Path,
+    target: Target,
+    given: Given | None = None,
+    select: Collection[str] = (),
+    ignore: Collection[str] = (),
+) -> AuditReport:
+    """Audit a finished drafter, of ours or of another trainer, against a target.
+
+    What is examined is the folder as it lies there: which conventions it follows, what each serving engine makes of
+    them, and whether the drafter does what it says on this target.
+
+    Args:
+        given: facts that the folder leaves out.
+
+    Raises:
+        CheckpointError: the folder holds no drafter at all.
+    """
+    if checkpoint_folder(folder) is not None:
+        return audit_run_folder(folder, target, select, ignore)
+    files = read_files(folder)
+    notes = describe(files)
+    try:
+        loaded = load_drafter(folder, given, target)
+    except (CheckpointError, TargetError) as error:
+        finding = Finding(
+            "EXP013",
+            "error",
+            "the folder cannot be used with this target as it stands",
+            str(error),
+            "state the missing facts, or give the target that it was trained for",
+        )
+        return AuditReport([finding], [], notes)
+    config = run_config_of(loaded.config, target)
+    subject = live_subject(config, target, loaded.draft_model.to(target.device), trained=True, folder=folder)
+    report = run_audit(subject, select, ignore)
+    return AuditReport(report.findings, report.checks, [*notes, *loaded.notes, *report.notes])
+
+
+def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:
+    """Settings under which a drafter of this shape would be trained."""
+    sliding = sum(kind == "sliding_attention" for kind in shape.layer_types)
+    return RunConfig(
+        target=TargetConfig(name=target.name),
+        drafter=DrafterConfig(
+            num_layers=shape.num_hidden_layers,
+            block_size=shape.block_size,
+            num_captured_layers=len(shape.target_layer_ids),
+            target_layer_ids=shape.target_layer_ids,
+            mask_token_id=shape.mask_token_id,
+            sample_from_anchor=shape.sample_from_anchor,
+            sliding_window=shape.sliding_window if sliding else None,
+            num_sliding_layers=sliding,
+        ),
+    )
+
+
+def _prepared(config: RunConfig) -> PreparedData | None:
+    """Conversations of the run's own choosing, some of them."""
+    if config.data.path is None:
+        return None
+    training = PreparedDataset.open(config.data.path)
+    place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
+    heldout = PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None
+    chosen = choose_conversations(config, training, heldout)
+    return PreparedData(
+        samples=[training[int(i)] for i in _spread(chosen.training_ids)],
+        heldout=[(heldout or training)[int(i)] for i in _spread(chosen.heldout_ids)],
+        report=training.report,
+        meta=training.meta,
+        num_samples=len(chosen.training_ids),
+        num_tokens=int(training.lengths[chosen.training_ids].sum()),
+    )
+
+
+def _spread(ids: np.ndarray) -> np.ndarray:
+    """At most so many of the ids as are read, evenly spread."""
+    if len(ids) <= _CONVERSATIONS_READ:
+        return ids
+    return ids[np.linspace(0, len(ids) - 1, _CONVERSATIONS_READ).astype(int)]

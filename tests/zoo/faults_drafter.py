@@ -1,0 +1,482 @@
+"""Faults of the drafter: what it sees, where it sits, what it computes, how blocks and anchors are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from draftline.audit.subject import AuditSubject
+from draftline.draft.attention import BlockLayout, DenseAttention, LayerKind, dense_mask
+from draftline.draft.model import DFlashAttention, DFlashDraftModel
+from draftline.records import PackedBatch
+from tests.zoo.fault import fault, losing, with_config, with_samples
+from tests.zoo.pipeline import MASK, Recipe
+
+Patch = pytest.MonkeyPatch
+SLIDING = Recipe(settings={"drafter": {"num_layers": 2, "num_sliding_layers": 2, "sliding_window": 6}})
+Mask = Callable[[BlockLayout, LayerKind, int, Tensor], Tensor]
+
+
+def masked(subject: AuditSubject, change: Mask) -> AuditSubject:
+    """The subject whose attention sees what `change` makes of the right mask."""
+
+    class Changed(DenseAttention):
+        def __init__(self, layout: BlockLayout, kind: LayerKind, context_length: int) -> None:
+            super().__init__(layout, kind, context_length)
+            self.visible_QK = change(layout, kind, context_length, self.visible_QK)
+
+    return replace(subject, attention=Changed)
+
+
+def _shifted(by: int) -> Mask:
+    """Context up to a border that lies `by` positions further right."""
+
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        moved = replace(layout, anchor_positions_A=(layout.anchor_positions_A + by).clamp(max=length))
+        wrong = dense_mask(moved, replace(kind, window=None), length)
+        return torch.cat([wrong[:, :length], right[:, length:]], dim=1)
+
+    return change
+
+
+@fault("context up to and with the anchor (<= for <)", "B50", "DRF002")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(subject, _shifted(1))
+
+
+@fault("context without the token before the anchor", "B50", "DRF002")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(subject, _shifted(-1))
+
+
+@fault("context of the whole block's span", "B50", "DRF002")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(subject, _shifted(8))
+
+
+@fault("each slot sees the context before itself, not before the anchor", "B50", "DRF002")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        anchor = layout.anchor_positions_A.repeat_interleave(layout.block_size)
+        slot = torch.arange(len(anchor)) % layout.block_size
+        start = layout.context_start_A.repeat_interleave(layout.block_size)
+        key = torch.arange(length)
+        seen = (key < (anchor + slot)[:, None]) & (key >= start[:, None])
+        return torch.cat([seen, right[:, length:]], dim=1)
+
+    return masked(subject, change)
+
+
+@fault("context of all conversations of the row", "B51", "DRF003")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        return dense_mask(replace(layout, context_start_A=torch.zeros_like(layout.context_start_A)), kind, length)
+
+    return masked(subject, change)
+
+
+@fault("context from one token before the conversation", "B51", "DRF003")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(
+        subject,
+        lambda layout, kind, length, right: dense_mask(
+            replace(layout, context_start_A=layout.context_start_A - 1), kind, length
+        ),
+    )
+
+
+@fault("blocks see each other", "B50", "DRF003")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(
+        subject, lambda _l, _k, length, right: torch.cat([right[:, :length], torch.ones_like(right[:, length:])], 1)
+    )
+
+
+@fault("a block sees the one before it", "B50", "DRF003")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        index = torch.arange(right.shape[0]) // layout.block_size
+        before = index[:, None] == index + 1
+        return torch.cat([right[:, :length], right[:, length:] | before], dim=1)
+
+    return masked(subject, change)
+
+
+@fault("causal inside the block", "B41", "DRF004")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(subject, lambda layout, _k, length, _r: dense_mask(layout, LayerKind(True, None), length))
+
+
+@fault("a slot sees only itself in its block", "B41", "DRF004")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        return torch.cat([right[:, :length], torch.eye(right.shape[0], dtype=torch.bool)], dim=1)
+
+    return masked(subject, change)
+
+
+@fault("mask slots do not see each other", "B41", "DRF004")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        slot = torch.arange(right.shape[0]) % layout.block_size
+        own = torch.eye(right.shape[0], dtype=torch.bool)
+        return torch.cat([right[:, :length], right[:, length:] & ((slot == 0)[None, :] | own)], dim=1)
+
+    return masked(subject, change)
+
+
+@fault("sliding layers bidirectional in the block", "B58", "DRF004", SLIDING)
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(subject, lambda layout, kind, length, _r: dense_mask(layout, LayerKind(False, kind.window), length))
+
+
+@fault("the window is ignored", "B58", "DRF005", SLIDING)
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        whole = dense_mask(layout, replace(kind, window=None), length)
+        return torch.cat([whole[:, :length], right[:, length:]], dim=1)
+
+    return masked(subject, change)
+
+
+@fault("the window is one token too wide (<= for <)", "B58", "DRF005", SLIDING)
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        wide = dense_mask(layout, replace(kind, window=7), length)
+        return torch.cat([wide[:, :length], right[:, length:]], dim=1)
+
+    return masked(subject, change)
+
+
+@fault("the window is counted from the anchor for every slot", "B58", "DRF005", SLIDING)
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        anchor = layout.anchor_positions_A.repeat_interleave(layout.block_size)
+        key = torch.arange(length)
+        start = layout.context_start_A.repeat_interleave(layout.block_size)[:, None]
+        seen = (key < anchor[:, None]) & (key >= start) & (key >= (anchor - 6)[:, None])
+        return torch.cat([seen, right[:, length:]], dim=1)
+
+    return masked(subject, change)
+
+
+# Positions.
+
+
+def _with_rotation(
+    subject: AuditSubject, change: Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]
+) -> AuditSubject:
+    rotary = subject.draft_model.rotary_emb
+    clean = rotary.forward
+    rotary.forward = lambda like, positions: change(*clean(like, positions), positions)
+    return subject
+
+
+@fault("rope_theta lost", "B55", "DRF006", Recipe(settings={"drafter": {"num_layers": 1}}))
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    rotary = subject.draft_model.rotary_emb
+    rotary.inv_freq = 1.0 / 500_000.0 ** (torch.arange(8) / 8)
+    return subject
+
+
+@fault("half of each head rotated", "B53", "DRF006")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    subject.draft_model.rotary_emb.inv_freq[4:] = 0.0
+    return subject
+
+
+@fault("no rotary positions at all", "B55", "DRF006")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return _with_rotation(subject, lambda cos, sin, _p: (torch.ones_like(cos), torch.zeros_like(sin)))
+
+
+@fault("slots one position too far", "B41", "DRF006")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = BlockLayout.position_ids_Q.fget
+    patch.setattr(BlockLayout, "position_ids_Q", property(lambda layout: clean(layout) + 1))
+    return subject
+
+
+@fault("all slots at the anchor's position", "B41", "DRF006")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    def at_anchor(layout: BlockLayout) -> Tensor:
+        return layout.position_ids_S[layout.anchor_positions_A].repeat_interleave(layout.block_size)
+
+    patch.setattr(BlockLayout, "position_ids_Q", property(at_anchor))
+    return subject
+
+
+# Decoding.
+
+
+@fault("the draft cache counts one token too many", "B41", "DRF007")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = DFlashDraftModel.extend_cache
+
+    def extend(model: DFlashDraftModel, cache: Any, states: Tensor) -> None:
+        cache.length += int(cache.length == 0)
+        clean(model, cache, states)
+
+    patch.setattr(DFlashDraftModel, "extend_cache", extend)
+    return subject
+
+
+@fault("the draft cache forgets what came before", "B41", "DRF007")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = DFlashDraftModel.extend_cache
+
+    def extend(model: DFlashDraftModel, cache: Any, states: Tensor) -> None:
+        cache.keys_values = []
+        clean(model, cache, states)
+
+    patch.setattr(DFlashDraftModel, "extend_cache", extend)
+    return subject
+
+
+@fault("context states are not normed while decoding", "B38", "DRF007")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = DFlashDraftModel.extend_cache
+
+    def extend(model: DFlashDraftModel, cache: Any, states: Tensor) -> None:
+        norm, model.hidden_norm = model.hidden_norm, nn.Identity()
+        clean(model, cache, states)
+        model.hidden_norm = norm
+
+    patch.setattr(DFlashDraftModel, "extend_cache", extend)
+    return subject
+
+
+# Layers.
+
+
+class _OnePlus(nn.Module):
+    """Gemma's norm: x * (1 + w)."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = norm.weight, norm.variance_epsilon
+
+    def forward(self, states: Tensor) -> Tensor:
+        return F.rms_norm(states, states.shape[-1:], 1.0 + self.weight, self.eps)
+
+
+class _Weightless(_OnePlus):
+    def forward(self, states: Tensor) -> Tensor:
+        return F.rms_norm(states, states.shape[-1:], None, self.eps) + 0.0 * self.weight
+
+
+@fault("hidden_norm is x * (1 + w)", "B38", "DRF008")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    subject.draft_model.hidden_norm = _OnePlus(subject.draft_model.hidden_norm)
+    return subject
+
+
+@fault("q_norm without its weight", "B38", "DRF008")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    attention = subject.draft_model.layers[0].self_attn
+    attention.q_norm = _Weightless(attention.q_norm)
+    return subject
+
+
+@fault("the final norm is left out", "B38", "DRF008")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    weight = subject.draft_model.norm.weight
+    subject.draft_model.norm.forward = lambda states: states + 0.0 * weight
+    return subject
+
+
+@fault("the MLP uses GELU", "B48", "DRF008")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    for layer in subject.draft_model.layers:
+        layer.mlp.act_fn = nn.GELU()
+    return subject
+
+
+@fault("queries are scaled once more", "B48", "DRF008")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = DFlashAttention.forward
+
+    def forward(attention: DFlashAttention, block: Tensor, context: Any, rotate: Any, attend: Any) -> Tensor:
+        return clean(attention, block, context, rotate, lambda query, *rest: attend(query * 0.5, *rest))
+
+    patch.setattr(DFlashAttention, "forward", forward)
+    return subject
+
+
+@fault("no residual around the attention of one layer", "B48", "DRF008")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    layer = subject.draft_model.layers[1]
+    attention = layer.self_attn
+
+    class Minus(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.__dict__["inner"] = attention
+            for name, child in attention.named_children():
+                self.add_module(name, child)
+            self.keys_values = attention.keys_values
+
+        def forward(self, block: Tensor, context: Any, rotate: Any, attend: Any) -> Tensor:
+            return attention(block, context, rotate, attend) - 0.5 * block
+
+    layer.self_attn = Minus()
+    return subject
+
+
+# Mask token and block input.
+
+
+@fault("the mask token is eos", "B61", "DRF009")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return with_config(subject, mask_token_id=2)
+
+
+@fault("the mask token is pad", "B61", "DRF009")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return with_config(subject, mask_token_id=0)
+
+
+@fault("the mask token is past the table", "B62", "DRF009")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return with_config(subject, mask_token_id=96)
+
+
+@fault("the mask token occurs in the data", "W32", "DRF009")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return with_samples(
+        subject, lambda s: replace(s, input_ids=torch.where(torch.arange(len(s)) == 3, MASK, s.input_ids))
+    )
+
+
+@fault("the mask token's row is zero", "B63", "DRF009")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    subject.target.embedding.weight.data[MASK] = 0.0
+    return subject
+
+
+def _embeddings(
+    change: Callable[[Tensor, int], Tensor],
+) -> Callable[[Tensor, Tensor, BlockLayout], tuple[Tensor, Tensor, BlockLayout]]:
+    return lambda states, embeddings, layout: (states, change(embeddings, layout.block_size), layout)
+
+
+@fault("the anchor's slot holds the mask token", "B41", "DRF010")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(embeddings: Tensor, block: int) -> Tensor:
+        changed = embeddings.clone()
+        changed[:, ::block] = embeddings[:, 1::block]
+        return changed
+
+    return losing(subject, inputs=_embeddings(change))
+
+
+@fault("mask slots hold the anchor's token", "B41", "DRF010")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return losing(subject, inputs=_embeddings(lambda e, block: e[:, ::block].repeat_interleave(block, dim=1)))
+
+
+@fault("blocks laid one position later than drawn", "B41", "DRF010")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return losing(
+        subject,
+        inputs=lambda states, embeddings, layout: (
+            states,
+            embeddings,
+            replace(
+                layout, anchor_positions_A=(layout.anchor_positions_A + 1).clamp(max=len(layout.position_ids_S) - 1)
+            ),
+        ),
+    )
+
+
+@fault("positions of the row not restarted in the loss", "B51", "DRF010")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return losing(
+        subject,
+        inputs=lambda states, embeddings, layout: (
+            states,
+            embeddings,
+            replace(layout, position_ids_S=torch.arange(len(layout.position_ids_S))),
+        ),
+    )
+
+
+# Anchors.
+
+
+def _drawing(subject: AuditSubject, draw: Callable[[PackedBatch, int, int], Tensor]) -> AuditSubject:
+    return replace(subject, draw_anchors=draw)
+
+
+@fault("anchors only where a whole block fits", "B105", "DRF011")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    clean = subject.draw_anchors
+    return _drawing(
+        subject,
+        lambda row, budget, seed: (a := clean(row, budget, seed))[
+            [bool(row.loss_mask[0, i : i + 8].all()) and i + 8 <= row.loss_mask.shape[1] for i in a.tolist()]
+        ],
+    )
+
+
+@fault("one budget of anchors for the whole row", "B46", "DRF011")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    clean = subject.draw_anchors
+    return _drawing(subject, lambda row, budget, seed: clean(row, budget, seed)[:budget])
+
+
+@fault("the last token of an answer is an anchor", "B45", "DRF011")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return _drawing(subject, lambda row, budget, seed: row.loss_mask[0].nonzero()[:, 0][:budget])
+
+
+@fault("the first token of an answer is never an anchor", "B45", "DRF011")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    clean = subject.draw_anchors
+    return _drawing(
+        subject,
+        lambda row, budget, seed: (a := clean(row, budget, seed))[row.loss_mask[0][(a - 1).clamp(min=0)]],
+    )
+
+
+@fault("the same anchors in every pass", "B48", "DRF011")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    clean = subject.draw_anchors
+    return _drawing(subject, lambda row, budget, seed: clean(replace(row, epoch=0), budget, seed))
+
+
+@fault("anchors drawn from a generator that nobody saves", "B77", "DRF011")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    clean = subject.draw_anchors
+    return _drawing(subject, lambda row, budget, seed: clean(row, budget, int(torch.randint(1 << 30, ()))))
+
+
+# Shape.
+
+
+@fault("positions end before the target's", "B54", "DRF012")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return with_config(subject, max_position_embeddings=128)
+
+
+@fault("partial rotary inherited from the target", "B53", "DRF012")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    rope = {**subject.draft_model.config.rope_parameters, "partial_rotary_factor": 0.25}
+    return with_config(subject, rope_parameters=rope)
+
+
+@fault("three-axis rotary inherited from the target", "B57", "DRF012")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    rope = {**subject.draft_model.config.rope_parameters, "mrope_section": [2, 3, 3]}
+    return with_config(subject, rope_parameters=rope)
+
+
+@fault("vocab_size of the tokenizer, not of the table", "B65", "DRF012")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return with_config(subject, vocab_size=90)
