@@ -12,7 +12,8 @@ import torch
 from rich.table import Table
 
 from draftline.data.conversations import Conversation, Message
-from draftline.data.regenerate import answer_slots, make_answer, render_prompt, stop_token_ids
+from draftline.data.dialogue import answer_slots
+from draftline.data.regenerate import make_answer, render_prompt, stop_token_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate.acceptance import (
