@@ -45,7 +45,7 @@ from draftline.train.run_folder import check_run_folder, check_same_run, write_i
 from draftline.train.state import TrainState
 from draftline.transfer.stage import DeviceStage, RowSource, to_device
 from draftline.transfer.statistics import PipelineStatistics
-from draftline.transfer.store import StatesStore, fill_store, loop_identity
+from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 
 HELDOUT_FOLDER = "heldout"
 """Where `draftline prepare` puts what it keeps out, inside the prepared folder."""
@@ -285,7 +285,8 @@ class TrainingRun:
             return loop
         data = conversations.fingerprint
         if data not in self._stores:
-            store = StatesStore(pipeline.states_path / data[:16], loop_identity(loop, data), conversations.lengths)
+            folder = pipeline.states_path / folder_name(data)
+            store = StatesStore(folder, loop_identity(loop, data), conversations.lengths)
             with counting("capturing") as on_progress:
                 fill_store(store, loop, conversations, on_progress)
             self._stores[data] = store

@@ -13,6 +13,7 @@ terabytes for a large one, which is why states travel in memory by default.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -158,6 +159,11 @@ class StatesStore:
         if size == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.from_file(str(path), shared=True, size=int(np.prod(shape)), dtype=dtype).view(shape)
+
+
+def folder_name(data: str) -> str:
+    """Name of the folder for the states of prepared data of a fingerprint, so that several data sets share a place."""
+    return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
 def loop_identity(loop: TargetForwardLoop, data: str) -> StoreIdentity:
