@@ -102,26 +102,33 @@ def positions(probe: Probe) -> Problem | None:
     needs=("DRF002", "DRF003", "DRF004", "DRF005"),
 )
 def training_equals_decoding(probe: Probe) -> Problem | None:
-    model, block = probe.subject.draft_model, probe.block_size
-    with probe.shaken_weights(), torch.no_grad():
+    mend = "cache keys and values of verified tokens only, at their positions, and draft at cache.length"
+    with probe.shaken_weights():
         trained = probe.run_drafter(probe.states)
         for index, (anchor, start) in enumerate(anchors_and_starts(probe)):
-            if anchor == start:
-                continue
-            cache, middle = model.new_cache(), (anchor + start + 1) // 2
-            model.extend_cache(cache, probe.states[:, start:middle])
-            embeddings = probe.block_embeddings[:, index * block : (index + 1) * block]
-            if middle > start:
-                model.draft(cache, embeddings)  # a rejected draft must leave no trace
-            if middle < anchor:
-                model.extend_cache(cache, probe.states[:, middle:anchor])
-            difference = relative_difference(model.draft(cache, embeddings)[0], trained[index])
+            try:
+                decoded = _decoded_block(probe, index, anchor, start)
+            except RuntimeError as error:
+                return Problem(f"the draft cache cannot be used twice: {str(error).partition(chr(10))[0]}", mend)
+            difference = relative_difference(decoded, trained[index])
             if difference > _SAME:
                 return Problem(
-                    f"block at position {anchor - start}: decoded and trained outputs differ by {difference:.1e}",
-                    "cache keys and values of verified tokens only, at their positions, and draft at cache.length",
+                    f"block at position {anchor - start}: decoded and trained outputs differ by {difference:.1e}", mend
                 )
     return None
+
+
+@torch.no_grad()
+def _decoded_block(probe: Probe, index: int, anchor: int, start: int) -> Tensor:
+    """[P, D] outputs of one block through the draft cache, which is filled in two parts with a draft in between."""
+    model, block, middle = probe.subject.draft_model, probe.block_size, (anchor + start + 1) // 2
+    embeddings = probe.block_embeddings[:, index * block : (index + 1) * block]
+    cache = model.new_cache()
+    model.extend_cache(cache, probe.states[:, start:middle])
+    model.draft(cache, embeddings)  # a rejected draft must leave no trace
+    if middle < anchor:
+        model.extend_cache(cache, probe.states[:, middle:anchor])
+    return model.draft(cache, embeddings)[0]
 
 
 @check(

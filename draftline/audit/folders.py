@@ -1,15 +1,16 @@
-"""Subjects made from what a user names: settings of a run to come, a run folder, a finished drafter's folder."""
+"""Subjects made from what a user names: settings of a run to come, a run folder, a finished drafter's folder.
+
+`run` audits itself through `audit.live`; this file is for the command line and may therefore import `run`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
-
 from draftline.audit.conventions import describe
 from draftline.audit.finding import Finding
-from draftline.audit.live import live_subject
+from draftline.audit.live import live_subject, prepared_data
 from draftline.audit.report import AuditReport, run_audit
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import DFlashConfig, DrafterConfig, RunConfig, TargetConfig
@@ -25,8 +26,8 @@ from draftline.target.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
 from draftline.train.drafter import Drafter
 
-_CONVERSATIONS_READ = 200
-"""Conversations of each part of the data that the audit looks at, spread over all of it."""
+UNUSABLE = ("EXP013", "the folder cannot be used with this target as it stands")
+"""Code and title of the finding about a folder whose drafter cannot be built at all."""
 
 
 def audit_run_config(
@@ -96,13 +97,9 @@ def audit_checkpoint(
     try:
         loaded = load_drafter(folder, given, target)
     except (CheckpointError, TargetError) as error:
-        finding = Finding(
-            "EXP013",
-            "error",
-            "the folder cannot be used with this target as it stands",
-            str(error),
-            "state the missing facts, or give the target that it was trained for",
-        )
+        code, title = UNUSABLE
+        mend = "state the missing facts, or give the target that it was trained for"
+        finding = Finding(code, "error", title, str(error), mend)
         return AuditReport([finding], [], notes)
     config = run_config_of(loaded.config, target)
     subject = live_subject(config, target, loaded.draft_model.to(target.device), trained=True, folder=folder)
@@ -136,18 +133,4 @@ def _prepared(config: RunConfig) -> PreparedData | None:
     place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
     heldout = PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None
     chosen = choose_conversations(config, training, heldout)
-    return PreparedData(
-        samples=[training[int(i)] for i in _spread(chosen.training_ids)],
-        heldout=[(heldout or training)[int(i)] for i in _spread(chosen.heldout_ids)],
-        report=training.report,
-        meta=training.meta,
-        num_samples=len(chosen.training_ids),
-        num_tokens=int(training.lengths[chosen.training_ids].sum()),
-    )
-
-
-def _spread(ids: np.ndarray) -> np.ndarray:
-    """At most so many of the ids as are read, evenly spread."""
-    if len(ids) <= _CONVERSATIONS_READ:
-        return ids
-    return ids[np.linspace(0, len(ids) - 1, _CONVERSATIONS_READ).astype(int)]
+    return prepared_data(training, chosen.training_ids, heldout or training, chosen.heldout_ids)

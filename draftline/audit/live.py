@@ -10,10 +10,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
+from draftline.data.dataset import PreparedDataset
 from draftline.draft.attention import attention_class
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows
@@ -25,6 +28,33 @@ from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target
 from draftline.train import checkpoint, drafter, optim
 from draftline.train.state import TrainState
+
+_CONVERSATIONS_READ = 200
+"""Conversations of each part of the data that the audit looks at, spread over all of it."""
+
+
+def prepared_data(
+    training: PreparedDataset,
+    training_ids: NDArray[np.int64],
+    heldout: PreparedDataset,
+    heldout_ids: NDArray[np.int64],
+) -> PreparedData:
+    """Some of the conversations that a run has chosen, and what is known about all of them."""
+    return PreparedData(
+        samples=[training[int(i)] for i in _spread(training_ids)],
+        heldout=[heldout[int(i)] for i in _spread(heldout_ids)],
+        report=training.report,
+        meta=training.meta,
+        num_samples=len(training_ids),
+        num_tokens=int(training.lengths[training_ids].sum()),
+    )
+
+
+def _spread(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most so many of the ids as are read, evenly spread."""
+    if len(ids) <= _CONVERSATIONS_READ:
+        return ids
+    return ids[np.linspace(0, len(ids) - 1, _CONVERSATIONS_READ).astype(int)]
 
 
 def live_subject(

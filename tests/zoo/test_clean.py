@@ -1,0 +1,88 @@
+"""Clean pipelines of many kinds give no finding at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import (
+    Cohere2Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    MistralConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    Qwen2Config,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
+
+from draftline.audit import run_audit
+from tests.zoo.pipeline import SMALL, Recipe, llama, qwen3, subject
+
+
+def _drafter(**changes: Any) -> dict[str, dict[str, Any]]:
+    return {"drafter": changes}
+
+
+def _family(kind: type[PretrainedConfig], **changes: Any) -> Recipe:
+    return Recipe(target=kind(**{**SMALL, **changes}))
+
+
+FIVE = {"num_captured_layers": 5, "target_layer_ids": (0, 1, 2, 4, 6)}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+HYBRID = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
+CLEAN: dict[str, Recipe] = {
+    "qwen3": Recipe(),
+    "qwen3, tied head": Recipe(target=qwen3(tie_word_embeddings=True)),
+    "llama, tied head": Recipe(target=llama()),
+    "llama, untied head": Recipe(target=llama(tie_word_embeddings=False)),
+    "llama 3 rotary scaling": Recipe(target=llama(rope_parameters=LLAMA3)),
+    "qwen2": _family(Qwen2Config),
+    "mistral": _family(MistralConfig),
+    "olmo2": _family(Olmo2Config),
+    "gemma 2": _family(Gemma2Config, final_logit_softcapping=3.0, query_pre_attn_scalar=16),
+    "gemma 3": _family(Gemma3TextConfig, query_pre_attn_scalar=16, sliding_window=16),
+    "granite": _family(GraniteConfig, logits_scaling=4.0, embedding_multiplier=3.0),
+    "cohere 2": _family(Cohere2Config, logit_scale=0.25),
+    "mixture of experts": _family(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "hybrid with linear attention": _family(Qwen3_5TextConfig, **HYBRID),
+    "blocks of 2": Recipe(settings=_drafter(block_size=2)),
+    "blocks of 5": Recipe(settings=_drafter(block_size=5)),
+    "blocks of 16": Recipe(settings=_drafter(block_size=16)),
+    "one captured layer": Recipe(settings=_drafter(num_captured_layers=1, target_layer_ids=(1,))),
+    "five captured layers": Recipe(target=qwen3(num_hidden_layers=8), settings=_drafter(**FIVE)),
+    "anchor predicts": Recipe(settings=_drafter(sample_from_anchor=True)),
+    "all layers sliding": Recipe(settings=_drafter(num_sliding_layers=2, sliding_window=6)),
+    "sliding and full layers": Recipe(settings=_drafter(num_layers=3, num_sliding_layers=1, sliding_window=12)),
+    "one drafter layer": Recipe(settings=_drafter(num_layers=1)),
+    "last hidden states are sent": Recipe(settings={"pipeline": {"send": "last_hidden"}}),
+    "labels from the data": Recipe(settings={"loss": {"labels": "data"}}),
+    "divided by the weights": Recipe(settings={"loss": {"denominator": "weights"}}),
+    "dense attention": Recipe(settings={"train": {"attention": "dense"}}),
+    "a chat template": Recipe(chat=True),
+    "no data yet": Recipe(with_data=False),
+}
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_pipeline_gives_no_finding(name: str) -> None:
+    report = run_audit(subject(CLEAN[name]))
+    assert [(finding.code, finding.evidence) for finding in report.findings] == []
+    assert [(result.code, result.reason) for result in report.checks if result.status == "crashed"] == []
+    assert report.exit_status == 0
