@@ -104,12 +104,12 @@ def overfit(target: Target, draft_model: DFlashDraftModel, prompt_ids: list[list
         samples.append(Sample(index, ids, torch.arange(len(ids)) >= len(prompt)))
     captured = TargetForwardLoop(target, draft_model.config.target_layer_ids).capture(samples)
     row = pack(RowPlan(0, 0, True, 0, tuple(range(len(samples)))), captured)
-    optimizer = torch.optim.AdamW(draft_model.parameters(), lr=6e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(draft_model.parameters(), lr=8e-3, weight_decay=0.0)
     for step in range(steps):
         train_step(
             draft_model=draft_model.train(),
             batches=[row],
-            anchors=[draw_anchors(row, 12, seed=step)],
+            anchors=[draw_anchors(row, 8, seed=step)],
             frozen=FrozenTarget(target.embed, target.head),
             optimizer=optimizer,
             loss=LossConfig(),

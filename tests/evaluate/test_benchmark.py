@@ -1,0 +1,93 @@
+"""The evaluation of prompts on the embedded target: a dialogue, its counts, and the JSON that others read."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+
+import pytest
+from rich.console import Console
+
+from draftline.config import DrafterConfig, TargetConfig
+from draftline.data.conversations import Conversation, Message
+from draftline.data.regenerate import stop_token_ids
+from draftline.draft.model import DFlashDraftModel
+from draftline.errors import DataError
+from draftline.evaluate.benchmark import EvaluationResult, evaluate_prompts, result_table
+from draftline.target.drafter_shape import resolve_drafter_config
+from draftline.target.model import Target, load_target
+
+NEW_TOKENS = 10
+TURNS = [["Sort these numbers: 5 2 9", "Now in reverse."], ["What is 12 + 7?"]]
+
+
+def dialogue(turns: list[str]) -> Conversation:
+    return Conversation(messages=tuple(Message(role="user", content=turn) for turn in turns))
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Target, DFlashDraftModel]:
+    target = load_target(TargetConfig(name="tiny", device="cpu"))
+    config = resolve_drafter_config(target, DrafterConfig(num_layers=1), None)
+    return target, DFlashDraftModel(config).eval()
+
+
+@pytest.fixture(scope="module")
+def result(pair: tuple[Target, DFlashDraftModel]) -> EvaluationResult:
+    seen: list[tuple[int, int]] = []
+    found = evaluate_prompts(
+        *pair,
+        [dialogue(turns) for turns in TURNS],
+        max_new_tokens=NEW_TOKENS,
+        on_turn=lambda done, total: seen.append((done, total)),
+    )
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    return found
+
+
+def test_json_holds_the_agreed_keys_and_adds_up(result: EvaluationResult) -> None:
+    tree = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    for key in ("teacher_forced_acceptance_length", "tokens_per_second", "baseline_tokens_per_second", "speedup"):
+        assert tree[key] > 0
+    assert tree["greedy_equal"] == 1.0
+    assert len(tree["per_prompt"]) == 3
+    assert all(turn.keys() == {"input_ids", "output_ids", "target_forwards"} for turn in tree["per_prompt"])
+    tokens = sum(len(turn["output_ids"]) - 1 for turn in tree["per_prompt"])
+    forwards = sum(turn["target_forwards"] for turn in tree["per_prompt"])
+    assert tree["acceptance_length"] == tokens / forwards
+    low, high = tree["acceptance_length_interval"]
+    assert low <= tree["acceptance_length"] <= high
+    assert len(tree["acceptance_rate_by_position"]) == 7
+    assert sum(tree["accepted_histogram"]) == forwards
+    assert tree["teacher_forced_acceptance_length"] == pytest.approx(tree["acceptance_length"])
+
+
+def test_the_second_turn_sees_the_first_answer(result: EvaluationResult, pair: tuple[Target, DFlashDraftModel]) -> None:
+    target = pair[0]
+    first, second, _ = result.per_prompt
+    stops = stop_token_ids(target.model, target.require_tokenizer())
+    answer = target.require_tokenizer().decode([token for token in first.output_ids if token not in stops])
+    history = target.require_tokenizer().decode(second.input_ids)
+    assert TURNS[0][0] in history
+    assert answer in history
+    assert history.index(answer) < history.index(TURNS[0][1])
+    assert len(first.output_ids) <= NEW_TOKENS
+
+
+def test_table_names_the_convention(result: EvaluationResult) -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(result_table(result, "drafter"))
+    assert f"acceptance length (with bonus): {result.acceptance_length:.2f}" in console.export_text()
+
+
+def test_numbers_that_do_not_exist_are_null(pair: tuple[Target, DFlashDraftModel]) -> None:
+    found = evaluate_prompts(*pair, [dialogue(["Hello"])], max_new_tokens=1)
+    assert math.isnan(found.acceptance_length)
+    assert found.to_json()["acceptance_length"] is None
+    assert found.to_json()["acceptance_rate_by_position"] == [None] * 7
+
+
+def test_no_prompts_is_an_error_with_the_mend(pair: tuple[Target, DFlashDraftModel]) -> None:
+    with pytest.raises(DataError, match="turns"):
+        evaluate_prompts(*pair, [], max_new_tokens=4)
