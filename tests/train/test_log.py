@@ -1,0 +1,88 @@
+"""Lines are cut back to a checkpoint, and figures are the sums divided."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftline.config import LossConfig
+from draftline.errors import StorageError
+from draftline.records import StepMetrics
+from draftline.train.log import JsonLines, SpeedMeter, metrics_record, without_nan
+from draftline.train.state import TrainState
+from draftline.transfer.statistics import PipelineStatistics
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 4, "lo', '{"step": 4}', "\x00\x00", "[4]\n"])
+def test_lines_after_the_checkpoint_and_a_torn_one_are_cut_off(tmp_path: Path, torn: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}, "loss": 0.5}}\n' for step in range(1, 4)) + torn)
+    lines = JsonLines(path, last_step=2)
+    lines.write({"step": 3, "loss": float("nan"), "by_position": [float("inf"), 1.0]})
+    lines.sync()
+    lines.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 0.5},
+        {"step": 2, "loss": 0.5},
+        {"step": 3, "loss": None, "by_position": [None, 1.0]},
+    ]
+
+
+def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="cannot be written"):
+        JsonLines(tmp_path / "missing" / "metrics.jsonl", last_step=0)
+
+
+def metrics(rows: list[str], loss_sum: float, weight_sum: float) -> StepMetrics:
+    """Blocks of three predicted slots, 1 where the slot is right."""
+    right = torch.tensor([[False, *(bit == "1" for bit in row)] for row in rows])
+    supervised = torch.tensor([[False, True, True, True]] * len(rows))
+    return StepMetrics.of_blocks(
+        correct_target_AP=right,
+        correct_data_AP=right,
+        supervised_AP=supervised,
+        loss_sum=loss_sum,
+        weight_sum=weight_sum,
+        tokens=7,
+    )
+
+
+def test_figures_of_many_steps_are_those_of_one_large_step() -> None:
+    """Splitting rows over micro-batches or steps must not change a mean: neither loss nor streak."""
+    whole = metrics(["110", "100", "111", "000"], loss_sum=12.0, weight_sum=8.0)
+    parts = metrics(["110", "100", "111"], 9.0, 6.0) + metrics(["000"], 3.0, 2.0)
+    records = [without_nan(metrics_record(figures, LossConfig())) for figures in (whole, parts)]
+    assert records[0] == records[1]
+    record = metrics_record(parts, LossConfig())
+    assert record["streak"] == 1.5
+    assert record["accuracy_by_position"][1:] == [0.75, 0.5, 0.25]
+    assert record["conditional_accuracy_by_position"][1:] == pytest.approx([0.75, 2 / 3, 0.5])
+    assert record["loss"] == 12.0 / 12
+    assert metrics_record(parts, LossConfig(denominator="weights"))["loss"] == 12.0 / 8
+
+
+def test_speeds_are_differences_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 110.0, 115.0])
+    monkeypatch.setattr("draftline.train.log.time.perf_counter", lambda: next(clock))
+    snapshots = iter(
+        [
+            PipelineStatistics(target_loops=2),
+            PipelineStatistics(2, 1000, 8.0, 12.0, 4.0, 3, 300),
+            PipelineStatistics(2, 1000, 8.0, 12.0, 4.0, 0, 0),
+        ]
+    )
+    state = TrainState(StepMetrics.zero(4), tokens=50)
+    meter = SpeedMeter(lambda: next(snapshots), state)
+    state.tokens = 650
+    assert meter.read(state) == {
+        "target_tokens_per_second": 250.0,
+        "drafter_tokens_per_second": 100.0,
+        "target_wait_share": 0.6,
+        "drafter_wait_share": 0.4,
+        "queue_rows": 3,
+        "queue_bytes": 300,
+    }
+    assert meter.read(state)["target_tokens_per_second"] == 0.0
