@@ -69,7 +69,7 @@ def answer_prompt(
         generator=torch.Generator(target.device).manual_seed(seed),
     )
     return PromptAnswer(
-        text=tokenizer.decode(generation.output_ids, skip_special_tokens=True),
+        text=str(tokenizer.decode(generation.output_ids, skip_special_tokens=True)),
         output_ids=generation.output_ids,
         target_forwards=generation.target_forwards,
         accepted_per_forward=generation.accepted_per_forward,
