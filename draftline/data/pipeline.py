@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -23,13 +24,12 @@ from draftline.data.report import Accounting
 from draftline.data.rows import Chat, FormattedText, ParsedRow, RawRow, TokenRow, Unusable
 from draftline.data.shapes import parse_row
 from draftline.data.template import ChatTemplate
-from draftline.data.writer import DatasetWriter
+from draftline.data.writer import SEEN_ANSWERS, SEEN_ROWS, DatasetWriter
 
 _CHUNK_ROWS = 512
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
 _REFUSAL_REASONS = 20
 """Distinct messages of a template that are counted apart; further ones are counted together."""
-_REMEMBERED_ANSWERS = 200_000
 
 Progress = Callable[[int, int | None, int, int], None]
 """Called with bytes read, all bytes (None if unknown), rows read and tokens written."""
@@ -82,7 +82,6 @@ class _Item:
 
     raw: RawRow
     parsed: ParsedRow
-    row_hash: int
 
 
 class Preparation:
@@ -102,10 +101,10 @@ class Preparation:
         self.heldout = HeldoutPrompts(options.heldout, state.get("heldout"))
         self._sources: list[str] = state.get("sources", [])
         self._max_id: int = state.get("max_id", -1)
-        self._seen = set(writer.seen().tolist()) if state else set[int]()
-        self._answers: Counter[int] = Counter()
+        self._seen_rows, self._seen_answers = writer.seen(SEEN_ROWS), writer.seen(SEEN_ANSWERS)
         self._special = _special_pattern(tokenizer)
         self.saved_rows = self.accounting.rows_in
+        self.first_refusal = ""
 
     def run(self, sources: Sequence[str | Path], progress: Progress | None) -> None:
         """Go through all rows that the state does not have yet."""
@@ -148,18 +147,20 @@ class Preparation:
 
     def _parse(self, raw: RawRow) -> _Item:
         if raw.fault is not None:
-            return _Item(raw, Unusable(raw.fault), 0)
-        row_hash = int(hash_json(raw.value)[:16], 16)
-        if self.options.deduplicate and row_hash in self._seen:
-            return _Item(raw, Unusable("duplicate"), row_hash)
-        self._seen.add(row_hash)
-        self._writer.add_seen(row_hash)
+            return _Item(raw, Unusable(raw.fault))
+        try:
+            content = json.dumps(raw.value, sort_keys=True, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            return _Item(raw, Unusable("lone_surrogate"))
+        known = self._known(content, self._seen_rows, SEEN_ROWS)
+        if known and self.options.deduplicate:
+            return _Item(raw, Unusable("duplicate"))
         parsed = parse_row(raw.value, strip_images=self.options.strip_images)
         if isinstance(parsed, Chat):
             parsed = _settle_roles(self.template, parsed)
         if isinstance(parsed, Chat):
             parsed = _check_answers(parsed, answered_later=self._answerer is not None)
-        return _Item(raw, parsed, row_hash)
+        return _Item(raw, parsed)
 
     def _answer(self, items: list[_Item]) -> list[_Item]:
         """Let the target answer all conversations of a chunk."""
@@ -184,7 +185,10 @@ class Preparation:
         if isinstance(parsed, FormattedText):
             return render_text(self.template, parsed, self.options.mask)
         result = next(rendered)
-        return Unusable(self._refusal_reason(result.reason)) if isinstance(result, Refusal) else result
+        if isinstance(result, RenderedConversation):
+            return result
+        self.first_refusal = self.first_refusal or result.detail
+        return Unusable(self._refusal_reason(result.reason))
 
     def _refusal_reason(self, message: str) -> str:
         reason = message[:160]
@@ -237,11 +241,18 @@ class Preparation:
             if message.role == "assistant" and message.finish_reason == "length":
                 notes.append("answer_cut")
         answer = " ".join(message.content for message in conversation.messages if message.role == "assistant")
-        if answer and len(self._answers) < _REMEMBERED_ANSWERS:
-            self._answers[hash(answer)] += 1
-            if self._answers[hash(answer)] > 1:
-                notes.append("repeated_answer")
+        if answer and self._known(answer.encode(), self._seen_answers, SEEN_ANSWERS):
+            notes.append("repeated_answer")
         return notes
+
+    def _known(self, content: bytes, seen: set[int], name: str) -> bool:
+        """Whether this content occurred before; it is remembered by 8 bytes of its hash."""
+        content_hash = int.from_bytes(hashlib.sha256(content).digest()[:8])
+        if content_hash in seen:
+            return True
+        seen.add(content_hash)
+        self._writer.add_seen(name, content_hash)
+        return False
 
     def meta(self) -> dict[str, Any]:
         """What the samples were made with."""

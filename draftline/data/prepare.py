@@ -15,7 +15,7 @@ from draftline.data.pipeline import Answerer, Preparation, PrepareOptions, Progr
 from draftline.data.readers import resolve_sources
 from draftline.data.report import refuse_bad_data
 from draftline.data.writer import OWN_FILES, DatasetWriter
-from draftline.errors import DataError, Interrupted
+from draftline.errors import DataError, Interrupted, TemplateError
 
 
 def prepare(
@@ -53,6 +53,8 @@ def prepare(
         ) from interrupt
     finally:
         writer.close()
+    if preparation.accounting.rows_out == 0 and preparation.first_refusal:
+        raise TemplateError(preparation.first_refusal)
     refuse_bad_data(preparation.accounting, strict=options.strict, max_unreadable=options.max_unreadable)
     report = preparation.report()
     tokenizer.save_pretrained(out / TOKENIZER_KEY)

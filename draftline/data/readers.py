@@ -13,6 +13,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from glob import glob, has_magic
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -139,10 +140,16 @@ def _read_text(stream: IO[bytes], source: str, done: int, file: IO[bytes] | None
     if first.strip() in (b"[", b"{") or (first.lstrip()[:1] == b"[" and not _is_json(first)):
         yield from _read_array(first, lines, source, number, position)
         return
-    for line in _chain(first, lines):
+    value, fault = _load(first)
+    after = list(islice(lines, 1))
+    if not after and _is_array_of_rows(value):
+        yield from (RawRow(source, number, item, bytes_read=position()) for item in value)
+        return
+    if first.strip():
+        yield RawRow(source, number, value, fault, position())
+    for later, line in enumerate(chain(after, lines), start=number + 1):
         if line.strip():
-            yield from _read_line(line, source, number, position())
-        number += 1
+            yield RawRow(source, later, *_load(line), position())
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
@@ -156,11 +163,6 @@ def _lines(stream: IO[bytes]) -> Iterator[bytes]:
     yield from stream
 
 
-def _chain(first: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield from rest
-
-
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
@@ -169,17 +171,11 @@ def _is_json(line: bytes) -> bool:
     return True
 
 
-def _read_line(line: bytes, source: str, number: int, position: int) -> Iterator[RawRow]:
-    value, fault = _load(line)
-    if isinstance(value, list) and value and all(isinstance(item, dict) and not _is_message(item) for item in value):
-        for item in value:  # a whole array of rows on one line
-            yield RawRow(source, number, item, bytes_read=position)
-    else:
-        yield RawRow(source, number, value, fault, position)
-
-
-def _is_message(item: dict[str, Any]) -> bool:
-    return any(key in item for key in ("role", "from", "speaker"))
+def _is_array_of_rows(value: Any) -> bool:
+    """Whether a lone line is a whole file of rows; a list of messages is one row."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, dict) and not {"role", "from", "speaker"} & item.keys() for item in value)
 
 
 def _load(line: bytes) -> tuple[Any, str | None]:
@@ -197,7 +193,7 @@ def _read_array(first: bytes, lines: Iterator[bytes], source: str, number: int, 
     """Elements of a JSON array that runs over lines, or one object that does; each as soon as it is complete."""
     decoder, buffer, start = json.JSONDecoder(), "", number
     inside = False
-    for line in _chain(first, lines):
+    for line in chain([first], lines):
         try:
             buffer += line.decode()
         except UnicodeDecodeError:

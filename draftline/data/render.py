@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftline.data.conversations import Conversation, Message
-from draftline.data.spans import TurnSpan, locate_answers
+from draftline.data.spans import AnswerNotFound, TurnSpan, locate_answers
 from draftline.data.template import ChatTemplate, Refused
 
 Supervise = Literal["answers", "last", "all"]
@@ -54,9 +54,10 @@ class RenderedConversation:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why the template does not take a conversation."""
+    """Why a conversation cannot be rendered: its name in the report, and more for whoever wants to mend it."""
 
     reason: str
+    detail: str = ""
 
 
 def render_conversations(
@@ -69,6 +70,8 @@ def render_conversations(
             located.append(locate_answers(template, conversation))
         except Refused as refused:
             located.append(Refusal(f"template_refused: {refused}"))
+        except AnswerNotFound as error:
+            located.append(Refusal("mask_not_found", str(error)))
     texts = [item[0] for item in located if not isinstance(item, Refusal)]
     encodings = iter(template.encode(texts) if texts else [])
     return [

@@ -36,6 +36,10 @@ _SENTINEL = "qzPARTzq{}qz"
 _SENTINEL_FOUND = re.compile(r"qzPARTzq(\d+)qz")
 
 
+class AnswerNotFound(TemplateError):
+    """The template renders one conversation so that the place of an answer cannot be told."""
+
+
 @dataclass(frozen=True)
 class TurnSpan:
     """The supervised characters of one assistant turn.
@@ -62,8 +66,8 @@ def locate_answers(template: ChatTemplate, conversation: Conversation) -> tuple[
 
     Costs two renderings where the template leaves the assistant's texts as they are (or trims them), two more for
     every text otherwise, and one for every turn that ends in a tool call before the end of the conversation.
-    Raises `Refused` if the template does not take the conversation, `TemplateError` if it shows no stable place for
-    an answer.
+    Raises `Refused` if the template does not take the conversation, `AnswerNotFound` if it shows no stable place for
+    an answer, `TemplateError` if it never does.
     """
     messages = template.messages(conversation.messages)
     rendering = template.render(messages, conversation)
@@ -144,7 +148,7 @@ def _align_wrapped(
     place = place_between(first, second, text)
     if place is None:
         before = shared_start(first, second)
-        raise TemplateError(
+        raise AnswerNotFound(
             f"the loss mask cannot be found: the chat template renders turn {wanted.turn + 1} differently when its "
             f"text changes, once as {_around(text, before)!r}, once as {_around(first, before)!r}; "
             "put {% generation %} markers into the template"

@@ -30,8 +30,10 @@ from draftline.data.heldout import HeldoutPrompts
 from draftline.errors import DataError, StorageError
 
 PROMPTS_FILE = "prompts.jsonl"
-_ROWS_BIN, _SEEN_BIN, _STATE = "rows.bin", "seen.bin", "state.json"
-_FILES = (IDS_FILE, MASK_FILE, _ROWS_BIN, _SEEN_BIN)
+_ROWS_BIN, _STATE = "rows.bin", "state.json"
+SEEN_ROWS, SEEN_ANSWERS = "seen_rows.bin", "seen_answers.bin"
+"""Hashes that recognise a row, or an answer, that occurred before."""
+_FILES = (IDS_FILE, MASK_FILE, _ROWS_BIN, SEEN_ROWS, SEEN_ANSWERS)
 OWN_FILES = frozenset(
     {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, "partial", "heldout", "answers.jsonl", "tokenizer"}
 )
@@ -62,13 +64,13 @@ class DatasetWriter:
         state: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
         return state if state is not None and state["key"] == self.key else None
 
-    def seen(self) -> NDArray[np.uint64]:
-        """Hashes of the rows seen by the interrupted run."""
-        return np.fromfile(self._partial / _SEEN_BIN, dtype=np.uint64)
+    def seen(self, name: str) -> set[int]:
+        """The hashes (`SEEN_ROWS` or `SEEN_ANSWERS`) that an interrupted run saw."""
+        return set(np.fromfile(self._partial / name, dtype=np.uint64).tolist())
 
-    def add_seen(self, row_hash: int) -> None:
-        """Keep the hash of a row, for the recognition of duplicates after an interruption."""
-        self._write(_SEEN_BIN, np.uint64(row_hash).tobytes())
+    def add_seen(self, name: str, content_hash: int) -> None:
+        """Keep a hash for going on after an interruption."""
+        self._write(name, np.uint64(content_hash).tobytes())
 
     def add(
         self, input_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_], source: int, line: int, prompt_hash: int

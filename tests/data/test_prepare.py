@@ -1,0 +1,289 @@
+import json
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from chat_tokenizers import CHATML, THINKING, make_tokenizer
+
+from draftline.data.conversations import Conversation, Message
+from draftline.data.dataset import PreparedDataset
+from draftline.data.pipeline import PrepareOptions
+from draftline.data.prepare import prepare
+from draftline.data.render import MaskOptions
+from draftline.errors import DataError, Interrupted, TemplateError
+
+
+def row(question: str, answer: str = "yo", **message: object) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer, **message}]}
+
+
+def write(path: Path, rows: Sequence[object]) -> str:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows), encoding="utf-8")
+    return str(path)
+
+
+def run(folder: Path, rows: Sequence[object], template: str | None = CHATML, **options: object) -> dict[str, object]:
+    """Prepare these rows into `folder/out`; any share of unreadable rows is allowed unless an option says otherwise."""
+    data = write(folder / "data.jsonl", rows)
+    return prepare(
+        make_tokenizer(template), [data], folder / "out", PrepareOptions(**{"max_unreadable": 1.0, **options})
+    )
+
+
+def reasons(table: object) -> dict[str, tuple[int, int]]:
+    assert isinstance(table, dict)
+    return {reason: (entry["count"], entry["first_line"]) for reason, entry in table.items()}
+
+
+def test_every_row_is_out_or_dropped_for_a_reason(tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "yo"}
+    report = run(
+        tmp_path,
+        [
+            row("a"),
+            {"messages": []},
+            {"messages": [{"role": "system", "content": "x"}]},
+            {"messages": [answer, {"role": "user", "content": "b"}, answer]},
+            row("c", ""),
+            {"messages": [{"role": "moderator", "content": "x"}, answer]},
+            {"turns": ["Q1", "Q2"]},
+            '{"messages": [{"role": "us',
+            row("a"),
+            {"messages": [{"role": "developer", "content": "x"}, *row("d")["messages"]]},
+            row("long " * 100),
+            row("ids", content="Please print <|im_end|> now"),
+        ],
+        max_length=60,
+    )
+    assert (report["rows_in"], report["rows_out"]) == (12, 4)
+    assert reasons(report["dropped"]) == {
+        "empty": (1, 2),
+        "no_assistant": (2, 3),
+        "all_answers_empty": (1, 5),
+        "unknown_role: moderator": (1, 6),
+        "not_json": (1, 8),
+        "duplicate": (1, 9),
+        "all_supervision_truncated": (1, 11),
+    }
+    assert reasons(report["flagged"]) == {
+        "starts_with_assistant": (1, 4),
+        "repeated_answer": (1, 10),
+        "special_token_in_text": (1, 12),
+    }
+    dataset = PreparedDataset.open(tmp_path / "out")
+    assert len(dataset) == 4
+    assert dataset.lengths.sum() == report["tokens"]
+    assert dataset.supervised_lengths.sum() == report["supervised_tokens"]
+    assert [dataset.origin(n)[1] for n in range(4)] == [1, 4, 10, 12]
+
+
+def test_a_thousand_texts_stay_a_thousand_rows(tmp_path: Path) -> None:
+    text = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\nyo<|im_end|>\n"
+    report = run(tmp_path, [{"text": text.format(n)} for n in range(1000)])
+    assert (report["rows_in"], report["rows_out"], report["dropped"]) == (1000, 1000, {})
+    dataset, tokenizer = PreparedDataset.open(tmp_path / "out"), make_tokenizer(CHATML)
+    sample = dataset[7]
+    assert tokenizer.decode(sample.input_ids) == text.format(7)
+    assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "yo<|im_end|>"
+
+
+def test_text_without_markers_has_to_be_supervised_whole(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no_answer_markers_in_text 1"):
+        run(tmp_path, [{"text": "Once upon a time"}])
+    report = run(tmp_path, [{"text": "Once upon a time"}], mask=MaskOptions(supervise="all"))
+    assert report["tokens"] == report["supervised_tokens"]
+
+
+def test_token_rows_are_checked(tmp_path: Path) -> None:
+    report = run(
+        tmp_path,
+        [
+            {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]},
+            {"input_ids": [5, 6, 7], "loss_mask": [0, 1]},
+            {"input_ids": [5, 6, 9999], "loss_mask": [0, 1, 1]},
+            {"input_ids": [5, 6, 7], "loss_mask": [0, 2, 1]},
+            {"input_ids": [5, 6, 7], "loss_mask": [0, 0, 0]},
+            {"input_ids": [5, 6, "x"], "loss_mask": [0, 0, 1]},
+            {"input_ids": [], "loss_mask": []},
+        ],
+        template=None,
+    )
+    assert set(report["dropped"]) == {
+        "mask_length_differs",
+        "id_outside_vocabulary",
+        "mask_not_0_or_1",
+        "nothing_supervised",
+        "bad_input_ids",
+        "empty",
+    }
+    sample = PreparedDataset.open(tmp_path / "out")[0]
+    assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == ([5, 6, 7], [False, True, True])
+
+
+def test_cut_on_either_side(tmp_path: Path) -> None:
+    rows = [row("long " * 50, "a short answer")]
+    with pytest.raises(DataError, match="all_supervision_truncated"):
+        run(tmp_path, rows, max_length=30)
+    report = run(tmp_path, rows, max_length=30, truncation="left")
+    assert report["tokens"] == 30
+    assert reasons(report["flagged"]) == {"truncated": (1, 1)}
+
+
+def test_strict_and_unreadable_limits(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"1 of 2 rows are dropped.*--strict"):
+        run(tmp_path, [row("a"), {"messages": []}], strict=True)
+    with pytest.raises(DataError, match=r"1 of 2 rows are unreadable, more than 1\.0%"):
+        run(tmp_path, [row("a"), "{"], max_unreadable=0.01)
+    with pytest.raises(DataError, match="add --regenerate"):
+        run(tmp_path, [{"prompt": "Q"}])
+    assert not (tmp_path / "out" / "meta.json").exists()
+
+
+def test_heldout_prompts_never_occur_in_training(tmp_path: Path) -> None:
+    rows = [row(f"question {n % 50}", f"answer {n}") for n in range(200)]
+    random.Random(0).shuffle(rows)
+    report = run(tmp_path, rows, heldout=10)
+    train, heldout = (PreparedDataset.open(tmp_path / "out" / name) for name in ("", "heldout"))
+    assert (len(train), len(heldout), report["rows_out"]) == (160, 40, 200)
+    prompts = [json.loads(line)["turns"] for line in (tmp_path / "out/heldout/prompts.jsonl").read_text().splitlines()]
+    assert len(prompts) == 10
+    tokenizer = make_tokenizer(CHATML)
+    asked = {tokenizer.decode(train[n].input_ids).split("\n")[1].removesuffix("<|im_end|>") for n in range(160)}
+    held = {tokenizer.decode(heldout[n].input_ids).split("\n")[1].removesuffix("<|im_end|>") for n in range(40)}
+    assert held == {prompt[0] for prompt in prompts}
+    assert not asked & held
+    assert np.intersect1d(train.rows["prompt_hash"], heldout.rows["prompt_hash"]).size == 0
+
+
+def test_choice_of_heldout_prompts_does_not_depend_on_order(tmp_path: Path) -> None:
+    rows = [row(f"question {n}") for n in range(30)]
+    chosen = []
+    for order in (rows, rows[::-1]):
+        run(tmp_path, order, heldout=5)
+        chosen.append((tmp_path / "out/heldout/prompts.jsonl").read_text())
+    assert chosen[0] == chosen[1]
+
+
+def test_same_call_is_a_hit_and_any_change_a_miss(tmp_path: Path) -> None:
+    rows = [row("one", "two")]
+    run(tmp_path, rows)
+    written = (tmp_path / "out/input_ids.bin").stat().st_mtime_ns
+    run(tmp_path, rows)
+    assert (tmp_path / "out/input_ids.bin").stat().st_mtime_ns == written
+    prints = {PreparedDataset.open(tmp_path / "out").fingerprint}
+    for change in (
+        {"rows": [row("one", "twp")]},  # the size of the file stays
+        {"template": CHATML.replace("\\n", "\\t")},
+        {"max_length": 99},
+        {"mask": MaskOptions(supervise="last")},
+        {"template_options": {"enable_thinking": False}},
+    ):
+        run(tmp_path, **{"rows": rows, **change})
+        prints.add(PreparedDataset.open(tmp_path / "out").fingerprint)
+    assert len(prints) == 6
+
+
+def test_interrupted_run_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftline.data.pipeline._CHUNK_ROWS", 16)
+    monkeypatch.setattr("draftline.data.pipeline._SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    rows = [row(f"question {n % 70}", f"answer {n % 90}") for n in range(100)]
+    data = write(tmp_path / "data.jsonl", rows)
+    tokenizer, options = make_tokenizer(CHATML), PrepareOptions(heldout=7)
+    whole = prepare(tokenizer, [data], tmp_path / "whole", options)
+
+    def interrupt(_bytes: int, _total: int | None, rows_in: int, _tokens: int) -> None:
+        if rows_in == 48:
+            raise KeyboardInterrupt
+
+    with pytest.raises(Interrupted, match="48 rows"):
+        prepare(tokenizer, [data], tmp_path / "out", options, progress=interrupt)
+    with pytest.raises(DataError, match="is no complete prepared data set"):
+        PreparedDataset.open(tmp_path / "out")
+    seen: list[int] = []
+    report = prepare(
+        tokenizer, [data], tmp_path / "out", options, progress=lambda _b, _t, rows_in, _k: seen.append(rows_in)
+    )
+    assert seen[0] == 64
+    assert report == whole
+    for name in ("input_ids.bin", "loss_mask.bin", "rows.npy", "heldout/input_ids.bin", "heldout/prompts.jsonl"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not (tmp_path / "out" / "partial").exists()
+
+
+def test_foreign_folder_is_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("mine")
+    with pytest.raises(DataError, match="holds no prepared data"):
+        run(tmp_path, [row("a")])
+
+
+def test_hidden_answers_are_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(TemplateError, match="loss mask cannot be found"):
+        run(tmp_path, [row("a")], template="{% for m in messages %}{{ m['role'] }}{% endfor %}")
+
+
+def test_answerer_replaces_the_answers(tmp_path: Path) -> None:
+    class Parrot:
+        def identity(self) -> dict[str, object]:
+            return {"who": "parrot"}
+
+        def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+            return [
+                Conversation(messages=(c.messages[0], Message(role="assistant", content=c.messages[0].content)))
+                for c in conversations
+            ]
+
+    data = write(tmp_path / "data.jsonl", [{"turns": ["Q1"]}, row("Q2", "not this"), {"messages": []}])
+    report = prepare(make_tokenizer(CHATML), [data], tmp_path / "out", PrepareOptions(), Parrot())
+    dataset, tokenizer = PreparedDataset.open(tmp_path / "out"), make_tokenizer(CHATML)
+    assert [tokenizer.decode(dataset[n].input_ids[dataset[n].loss_mask]) for n in range(2)] == [
+        "Q1<|im_end|>",
+        "Q2<|im_end|>",
+    ]
+    assert reasons(report["dropped"]) == {"empty": (1, 3)}
+
+
+def test_shares_are_reported(tmp_path: Path) -> None:
+    thinking = row("b", "так", reasoning_content="hm")
+    report = run(tmp_path, [row("a"), thinking, row("a")], template=THINKING)
+    assert report["thinking"] == {"without_reasoning": 1, "with_reasoning": 1}
+    assert report["scripts"] == {"latin": 1, "cyrillic": 1}
+    assert report["lengths"] == {"<= 128": 2}
+    assert report["duplicate_share"] == pytest.approx(1 / 3)
+    assert report["supervised_share"] == report["supervised_tokens"] / report["tokens"]
+
+
+def test_ten_thousand_mutated_lines_never_raise(tmp_path: Path) -> None:
+    """Characters of good rows of every shape are changed, removed, doubled; each row is still out or counted."""
+    chooser = random.Random(7)
+    good = [
+        json.dumps(value)
+        for value in (
+            row("a", "b", reasoning_content="c", weight=1),
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, {"role": "assistant"}]},
+            {"messages": row("a")["messages"], "tools": [{"name": "f", "parameters": {}}]},
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}]},
+            {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1]},
+            {"instruction": "a", "input": "b", "output": "c"},
+            {"text": "<|im_start|>assistant\nyo<|im_end|>"},
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        )
+    ]
+    lines = []
+    for _ in range(10_000):
+        line = list(chooser.choice(good))
+        for _ in range(chooser.randint(1, 4)):
+            at = chooser.randrange(len(line))
+            change = chooser.choice(
+                ['"', "{", "}", "[", "]", ",", ":", "0", "-1", "null", "true", "\\u0000", "\\ud800", "é"]
+            )
+            line[at : at + chooser.randint(0, 2)] = [change] * chooser.randint(0, 2)
+            line = line or ["x"]
+        lines.append("".join(line))
+    report = run(tmp_path, lines, template=THINKING, deduplicate=False)
+    assert report["rows_in"] == sum(bool(line.strip()) for line in lines)
+    assert report["rows_in"] == report["rows_out"] + sum(entry["count"] for entry in report["dropped"].values())
+    assert report["rows_out"] > 500

@@ -1,0 +1,118 @@
+import gzip
+import io
+import json
+import sys
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from draftline.data.readers import read_rows, resolve_sources, total_bytes
+from draftline.errors import DataError
+
+ROWS = [{"messages": [{"role": "user", "content": f"é {n}"}]} for n in range(5)]
+LINES = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ROWS)
+
+
+def values(*names: object) -> list[object]:
+    return [row.value for row in read_rows(resolve_sources([str(name) for name in names]))]
+
+
+def zstd(content: bytes) -> bytes:
+    return bytes(pa.compress(content, "zstd", asbytes=True))
+
+
+MANY = "".join(json.dumps({"text": f"{n * n} {n % 7}"}) + "\n" for n in range(20_000)).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("plain.jsonl", LINES.encode()),
+        ("bom_crlf_blank.jsonl", b"\xef\xbb\xbf" + LINES.replace("\n", "\r\n\r\n").encode()),
+        ("utf16.jsonl", LINES.encode("utf-16")),
+        ("packed.jsonl.gz", gzip.compress(LINES.encode())),
+        ("packed.jsonl.zst", zstd(LINES.encode())),
+        ("array.json", json.dumps(ROWS, indent=2).encode()),
+        ("array_line.json", json.dumps(ROWS).encode()),
+        ("array_rows.json", ("[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n").encode()),
+        ("array.json.gz", gzip.compress(json.dumps(ROWS, indent=1).encode())),
+    ],
+)
+def test_text_in_all_packings(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    assert values(tmp_path / name) == ROWS
+
+
+def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "rows.parquet", row_group_size=2)
+    assert values(tmp_path / "rows.parquet") == ROWS
+    datasets.Dataset.from_list(ROWS).save_to_disk(tmp_path / "saved")
+    assert values(tmp_path / "saved") == ROWS
+
+
+def test_folder_pattern_and_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(LINES, encoding="utf-8")
+    (tmp_path / "notes.md").write_text("no data")
+    assert values(tmp_path) == ROWS * 2
+    assert values(tmp_path / "*.jsonl") == ROWS * 2
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LINES.encode())))
+    assert values("-") == ROWS
+
+
+def test_list_of_messages_is_one_row(tmp_path: Path) -> None:
+    line = json.dumps(ROWS[0]["messages"])
+    (tmp_path / "lists.jsonl").write_text(f"{line}\n{line}\n")
+    assert values(tmp_path / "lists.jsonl") == [ROWS[0]["messages"]] * 2
+
+
+def test_faults_are_rows_with_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"text": "a"}\n\n{"text": \n{"text": "\xff"}\n{"text": "\0"}\n{"messages":[{"role":"us')
+    assert [(row.line, row.fault) for row in read_rows([path])] == [
+        (1, None),
+        (3, "not_json"),
+        (4, "not_utf8"),
+        (5, "nul_character"),
+        (6, "not_json"),
+    ]
+
+
+@pytest.mark.parametrize("cut", [gzip.compress(MANY)[:-9000], zstd(MANY)[:-9000]])
+def test_damaged_archive_keeps_what_was_read(tmp_path: Path, cut: bytes) -> None:
+    (tmp_path / "cut").write_bytes(cut)
+    rows = list(read_rows([tmp_path / "cut"]))
+    assert len(rows) > 1000
+    assert rows[-1].fault is not None
+    assert all(row.fault is None for row in rows[:-2])
+
+
+def test_array_with_a_fault_keeps_the_elements_before(tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text('[\n{"text": "a"},\n{"text": b},\n{"text": "c"}\n]')
+    assert [(row.value, row.fault) for row in read_rows([tmp_path / "bad.json"])] == [
+        ({"text": "a"}, None),
+        (None, "damaged_file"),
+    ]
+
+
+def test_progress_counts_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(LINES, encoding="utf-8")
+    rows = list(read_rows([path, path]))
+    assert total_bytes([path, path]) == rows[-1].bytes_read == 2 * path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("/no/such/file.jsonl", "does not exist"), ("/no/*.jsonl", "no file matches")]
+)
+def test_missing_sources(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        resolve_sources([name])
+
+
+def test_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no data file"):
+        resolve_sources([str(tmp_path)])

@@ -1,0 +1,165 @@
+import json
+
+import pytest
+
+from draftline.data.rows import Chat, FormattedText, TokenRow, Unusable
+from draftline.data.shapes import parse_row
+
+USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+HI_YO = [("user", "hi"), ("assistant", "yo")]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
+
+def said(row: object) -> list[tuple[str, str]]:
+    parsed = parse_row(row)
+    assert isinstance(parsed, Chat), parsed
+    return [(message.role, message.content) for message in parsed.conversation.messages]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]},
+        {"conversations": [{"from": "USER", "value": "hi"}, {"from": "bing", "value": "yo"}], "id": 1},
+        {"conversations": [{"from": "user", "value": "hi"}, {"from": "chatgpt", "value": "yo"}], "id": "a"},
+        {"conversations": [{"from": "prompter", "text": "hi"}, {"from": "bard", "value": "yo"}]},
+        {"messages": [USER, ANSWER]},
+        {"messages": json.dumps([USER, ANSWER])},
+        {"messages": [USER, ANSWER], "conversations": [{"from": "human", "value": "other"}]},
+        {"messages": None, "conversations": [USER, ANSWER]},
+        {"messages": [{**USER, "tool_calls": None, "name": None, "reasoning_content": None}, ANSWER], "tools": None},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, ANSWER]},
+        [USER, ANSWER],
+        {"prompt": "hi", "completion": "yo"},
+        {"prompt": "hi", "response": "yo"},
+        {"prompt": [USER], "completion": [ANSWER]},
+        {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER]},
+        {"instruction": "hi", "input": "", "output": "yo"},
+        {"turns": [USER, ANSWER]},
+    ],
+)
+def test_dialects_of_one_conversation(row: object) -> None:
+    assert said(row) in (HI_YO, [*HI_YO[:1], *HI_YO])
+
+
+def test_preference_row_does_not_repeat_its_prompt() -> None:
+    assert said({"prompt": [USER], "chosen": [USER, ANSWER], "rejected": []}) == HI_YO
+
+
+def test_alpaca_joins_instruction_and_input() -> None:
+    assert said({"instruction": "Add", "input": "1 2", "output": "3"}) == [("user", "Add\n\n1 2"), ("assistant", "3")]
+
+
+@pytest.mark.parametrize(
+    "row", [{"turns": ["Q1", "Q2"]}, {"messages": [{"role": "user", "content": q} for q in ("Q1", "Q2")]}]
+)
+def test_prompts_only(row: object) -> None:
+    assert said(row) == [("user", "Q1"), ("user", "Q2")]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "Q"}, {"question": "Q", "answer": "A"}, {"instruction": "Q"}])
+def test_lone_prompts(row: object) -> None:
+    assert said(row) == [("user", "Q")]
+
+
+def test_row_level_system_prompt() -> None:
+    assert said({"system": "Be terse.", "messages": [USER, ANSWER]}) == [("system", "Be terse."), *HI_YO]
+
+
+def test_tool_calls_in_both_dialects() -> None:
+    arguments = {"a": 1}
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": json.dumps(arguments)}}
+    openai = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": {"x": 1}}]
+    shared = [
+        {"from": "human", "value": "hi"},
+        {"from": "function_call", "value": json.dumps({"name": "f", "arguments": arguments})},
+        {"from": "observation", "value": '{"x": 1}'},
+    ]
+    for row in ({"messages": openai}, {"conversations": shared}):
+        parsed = parse_row(row)
+        assert isinstance(parsed, Chat)
+        _, called, result = parsed.conversation.messages
+        assert (called.role, called.content) == ("assistant", "")
+        assert called.tool_calls[0].function.model_dump() == {"name": "f", "arguments": arguments}
+        assert (result.role, result.content) == ("tool", '{"x": 1}')
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]], TOOL])
+def test_tools_in_any_form(tools: object) -> None:
+    parsed = parse_row({"messages": [USER, ANSWER], "tools": tools})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.tools == (TOOL,)
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_given_to_the_template_under_its_own_name(field: str) -> None:
+    parsed = parse_row({"messages": [USER, {**ANSWER, field: "2+2"}]})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.for_template()[1] == {"role": "assistant", "content": "yo", field: "2+2"}
+
+
+@pytest.mark.parametrize(("flag", "train"), [({"weight": 0}, False), ({"weight": 1}, True), ({"train": False}, False)])
+def test_train_flags(flag: dict[str, object], train: bool) -> None:
+    parsed = parse_row({"messages": [USER, {**ANSWER, **flag}]})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.messages[1].train is train
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("text", "not_an_object"),
+        (7, "not_an_object"),
+        (None, "not_an_object"),
+        ({}, "unknown_shape"),
+        ({"id": 1}, "unknown_shape"),
+        ({"messages": "{not json"}, "messages_not_json"),
+        ({"messages": {"role": "user"}}, "messages_not_a_list"),
+        ({"messages": ["hi"]}, "message_not_an_object"),
+        ({"messages": [{"content": "hi"}]}, "message_without_role"),
+        ({"messages": [{"role": 3, "content": "hi"}]}, "message_without_role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "bad_content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "has_image"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "has_media"),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "unknown_content_part"),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {}}]}]}, "bad_tool_calls"),
+        ({"messages": [USER, ANSWER], "tools": "[not json"}, "bad_tools"),
+        ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tokenize": 1}}, "bad_chat_template_kwargs"),
+        ({"messages": [USER, {**ANSWER, "content": "a\0b"}]}, "nul_character"),
+        ({"input_ids": [1, 2]}, "no_loss_mask"),
+        ({"input_ids": "1 2", "loss_mask": [1, 1]}, "bad_input_ids"),
+        ({"prompt": 3, "completion": "A"}, "bad_content"),
+    ],
+)
+def test_unusable_rows_say_why(row: object, reason: str) -> None:
+    assert parse_row(row) == Unusable(reason)
+
+
+def test_images_are_stripped_on_request() -> None:
+    content = [{"type": "text", "text": "see"}, {"type": "image_url", "image_url": {"url": "a.png"}}]
+    parsed = parse_row({"messages": [{"role": "user", "content": content}, ANSWER]}, strip_images=True)
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.messages[0].content == "see"
+
+
+@pytest.mark.parametrize(
+    ("row", "note"),
+    [
+        ({"messages": [USER, ANSWER], "conversations": []}, "several_chat_keys"),
+        ({"messages": [ANSWER, USER, ANSWER]}, "starts_with_assistant"),
+        ({"messages": [USER, ANSWER, USER]}, "ends_with_user"),
+        ({"prompt": "hi", "completion": "yo"}, "template_applied_to_pair"),
+        ({"messages": [USER, {**ANSWER, "weight": 0.5}]}, "fractional_weight_taken_as_one"),
+        ({"conversations": [USER, {"from": "function_call", "value": "call f"}]}, "call_is_not_json"),
+    ],
+)
+def test_notes(row: object, note: str) -> None:
+    parsed = parse_row(row)
+    assert isinstance(parsed, Chat)
+    assert parsed.notes == (note,)
+
+
+def test_rows_without_messages() -> None:
+    assert parse_row({"text": "<|im_start|>"}) == FormattedText("<|im_start|>")
+    assert parse_row({"input_ids": [1, 2], "loss_mask": [0, 1]}) == TokenRow([1, 2], [0, 1])
+    assert parse_row({"input_ids": [1, 2], "labels": [-100, 2]}) == TokenRow([1, 2], [0, 1])
