@@ -58,6 +58,8 @@ def target_source(probe: Probe) -> TargetSource:
         candidates[f"layer {layer} of {last} through norm and head", layer] = _agreement(probe, found, ids)
     unnormed = [probe.head_ids(forward.layers[-1]) for forward in probe.reference]
     candidates["the last layer without the final norm", None] = _agreement(probe, found, unnormed)
+    normed = [probe.norm_and_head(forward.normed) for forward in probe.reference]
+    candidates["the last layer with the final norm applied twice", None] = _agreement(probe, found, normed)
     candidates["the target's own, one place late", None] = _agreement(probe, found, [i.roll(1) for i in own])
     candidates["the target's own, one place early", None] = _agreement(probe, found, [i.roll(-1) for i in own])
     tokens = [sample.input_ids for sample in probe.samples]

@@ -61,9 +61,9 @@ def supervised_share(probe: Probe) -> Problem | None:
 
 @check("DAT003", "supervised spans do not begin where the template begins an answer")
 def span_starts(probe: Probe) -> Problem | None:
-    header = _answer_header(probe)
+    headers = _answer_headers(probe)
     starts = [(sample, start) for sample in _data(probe).samples for start in _span_starts(sample)]
-    wrong = [(s, t) for s, t in starts if s.input_ids[max(0, t - len(header)) : t].tolist() != header]
+    wrong = [(s, t) for s, t in starts if not any(_follows(s, t, header) for header in headers)]
     if len(wrong) <= 0.05 * len(starts):
         return None
     sample, start = wrong[0]
@@ -71,7 +71,7 @@ def span_starts(probe: Probe) -> Problem | None:
     before = tokenizer.decode(sample.input_ids[max(0, start - 6) : start])
     after = tokenizer.decode(sample.input_ids[start : start + 6])
     return Problem(
-        f"{len(wrong)} of {len(starts)} supervised spans do not follow {tokenizer.decode(header)!r}; in sample "
+        f"{len(wrong)} of {len(starts)} supervised spans do not follow {tokenizer.decode(headers[0])!r}; in sample "
         f"{sample.sample_id} one begins {before!r} | {after!r}",
         "prepare the data again with this target's own chat template; look at it with `draftline inspect`",
     )
@@ -222,12 +222,16 @@ def _span_starts(sample: Sample) -> list[int]:
     return [t for t in range(len(mask)) if mask[t] and (t == 0 or not mask[t - 1])]
 
 
-def _rendered(probe: Probe, answer: str | None) -> list[int]:
+def _follows(sample: Sample, place: int, header: list[int]) -> bool:
+    return place >= len(header) and sample.input_ids[place - len(header) : place].tolist() == header
+
+
+def _rendered(probe: Probe, answer: str | None, question: str = "Name a colour.") -> list[int]:
     """Ids of a plain chat with a given answer, or up to where the answer begins."""
     tokenizer = probe.subject.target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise NotApplicable("the target has no chat template")
-    messages = [{"role": "user", "content": "Name a colour."}]
+    messages = [{"role": "user", "content": question}]
     if answer is not None:
         messages.append({"role": "assistant", "content": answer})
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None)
@@ -235,12 +239,23 @@ def _rendered(probe: Probe, answer: str | None) -> list[int]:
     return ids
 
 
-def _answer_header(probe: Probe) -> list[int]:
-    """Tokens that come right before an answer: what two renderings with other answers have last in common."""
-    prompt, one, other = _rendered(probe, None), _rendered(probe, "Green."), _rendered(probe, "Blue!")
-    common = _common_prefix(one, other)
-    shared = one[: min(common, len(prompt))] if one[: len(prompt)] == prompt else one[:common]
-    return shared[-2:]
+def _answer_headers(probe: Probe) -> list[list[int]]:
+    """What may come right before an answer: the generation prompt, or what a rendered answer follows.
+
+    The two differ where the template itself writes an empty reasoning block into a finished answer.
+    """
+    other = "How many legs has a spider?"
+    prompts = _rendered(probe, None), _rendered(probe, None, other)
+    begun = [
+        ids[: _common_prefix(ids, _rendered(probe, "Blue!", question))]
+        for question in ("Name a colour.", other)
+        for ids in [_rendered(probe, "Green.", question)]
+    ]
+    headers = [one[len(one) - _common_prefix(one[::-1], two[::-1]) :][-4:] for one, two in (prompts, begun)]
+    found = [header for header in headers if header]
+    if not found:
+        raise NotApplicable("the template writes nothing before an answer")
+    return found
 
 
 def _turn_end_ids(probe: Probe) -> set[int]:

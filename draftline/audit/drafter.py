@@ -84,7 +84,11 @@ def window(probe: Probe) -> Problem | None:
     return None
 
 
-@check("DRF006", "positions or rotary tables are not those that serving will use", needs=("DRF002", "DRF003"))
+@check(
+    "DRF006",
+    "positions or rotary tables are not those that serving will use",
+    needs=("DRF001", "DRF002", "DRF003", "DRF004", "DRF005"),
+)
 def positions(probe: Probe) -> Problem | None:
     table = _rotary_mistake(probe)
     mend = "rotary positions: restart at 0 in each conversation, slot k at anchor + k, table from rope_parameters"
@@ -134,7 +138,7 @@ def _decoded_block(probe: Probe, index: int, anchor: int, start: int) -> Tensor:
 @check(
     "DRF008",
     "the drafter's layers do not compute what its configuration says",
-    needs=("DRF002", "DRF003", "DRF004", "DRF005", "DRF006"),
+    needs=("DRF001", "DRF002", "DRF003", "DRF004", "DRF005", "DRF006"),
 )
 def layers_compute(probe: Probe) -> Problem | None:
     difference = _reference_difference(probe, probe.view)

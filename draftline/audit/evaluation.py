@@ -92,7 +92,7 @@ class OracleDrafter(nn.Module):
         return torch.stack(rows)
 
 
-@check("EVL001", "decoding with a drafter gives another text than the target alone")
+@check("EVL001", "decoding with a drafter gives another text than the target alone", needs=("DRF001",))
 def lossless(probe: Probe) -> Problem | None:
     answer = own_answer(probe)
     for name, drafter in (("a drafter that errs", OracleDrafter(probe, answer)), ("the drafter", None)):
@@ -145,7 +145,7 @@ def acceptance_length(probe: Probe) -> Problem | None:
 @check(
     "EVL004",
     "the exported drafter drafts other tokens in an independent decode loop",
-    needs=("EVL001", "EXP012", "DRF007"),
+    needs=("DRF001", "EVL001", "EXP012", "DRF007"),
 )
 def independent_loop(probe: Probe) -> Problem | None:
     found = exported(probe)
@@ -171,7 +171,11 @@ def independent_loop(probe: Probe) -> Problem | None:
     )
 
 
-@check("EVL005", "the teacher-forced estimate is not what decoding gives", needs=("EVL002", "EVL003"))
+@check(
+    "EVL005",
+    "the teacher-forced estimate is not what decoding gives",
+    needs=("TGT001", "TGT002", "TGT003", "EVL002", "EVL003"),
+)
 def teacher_forced(probe: Probe) -> Problem | None:
     answer = own_answer(probe)
     drafter = OracleDrafter(probe, answer)
@@ -186,7 +190,7 @@ def teacher_forced(probe: Probe) -> Problem | None:
     )
 
 
-@check("EVL006", "the trained drafter is hardly accepted", needs=("EVL001", "EVL002"))
+@check("EVL006", "the trained drafter is hardly accepted", needs=("DRF001", "EVL001", "EVL002"))
 def useful(probe: Probe) -> Problem | None:
     if not probe.subject.trained or probe.subject.data is None:
         raise NotApplicable("the drafter is not trained")

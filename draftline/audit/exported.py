@@ -117,8 +117,11 @@ def required_keys(probe: Probe) -> Problem | None:
     if not missing:
         return None
     effects = [f"{r.reader} {remark}" for r in found.readings for remark in r.remarks if "missing" in remark]
+    wrong = any(r.view is None or differences(r.view, probe.view) for r in found.readings)
     return Problem(
-        f"missing: {', '.join(missing)}{'; ' + effects[0] if effects else ''}", "write every key of the format"
+        f"missing: {', '.join(missing)}{'; ' + effects[0] if effects else ''}",
+        "write every key of the format",
+        "error" if wrong else "warning",
     )
 
 
@@ -160,7 +163,7 @@ def rope(probe: Probe) -> Problem | None:
     partial = {k: settings.get(k, layers.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
     if any(value not in (None, 1, 1.0) for value in partial.values()):
         return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", mend)
-    limit = layers["max_position_embeddings"]
+    limit = min(r.view.max_position_embeddings for r in _exported(probe).readings if r.view is not None)
     if limit < config.max_position_embeddings:
         return Problem(f"max_position_embeddings {limit}, trained with {config.max_position_embeddings}", mend)
     places = torch.tensor([0, 1, 100, 5000])
@@ -183,8 +186,9 @@ def rope(probe: Probe) -> Problem | None:
 def block_layout(probe: Probe) -> Problem | None:
     tree, inner = _tree(probe), _exported(probe).block
     mend = "write block_size at top level and in dflash_config, mask_token_id and the slot layout as trained"
-    if tree["block_size"] != inner["block_size"]:
-        return Problem(f"block_size is {tree['block_size']} at top level, {inner['block_size']} in dflash_config", mend)
+    top, nested = tree.get("block_size"), inner.get("block_size")
+    if None not in (top, nested) and top != nested:
+        return Problem(f"block_size is {top} at top level, {nested} in dflash_config", mend)
     return _reading_differs(probe, ("block_size", "mask_token_id", "first"), mend)
 
 
@@ -222,7 +226,7 @@ def dtype(probe: Probe) -> Problem | None:
     found = _exported(probe)
     kinds = {str(t.dtype).removeprefix("torch.") for t in found.tensors.values()}
     written = found.tree.get("dtype", found.tree.get("torch_dtype"))
-    if kinds != {written}:
+    if written is not None and kinds != {written}:
         return Problem(f"config says {written}, the tensors are {sorted(kinds)}", "write dtype as stored")
     broken = [n for n, t in probe.subject.draft_model.named_parameters() if float(t.detach().abs().max()) > 65504]
     if broken:
@@ -246,14 +250,14 @@ def foreign_keys(probe: Probe) -> Problem | None:
 def vocabulary(probe: Probe) -> Problem | None:
     found, target = _exported(probe), probe.subject.target
     mend = "vocab_size: rows of the target's table, padding included; tie_word_embeddings: false; no head of its own"
-    rows = found.layers["vocab_size"]
+    rows = found.layers.get("vocab_size", target.vocab_size)
     if rows != target.vocab_size:
         return Problem(f"vocab_size {rows}, the target's table has {target.vocab_size} rows", mend)
     if found.layers.get("tie_word_embeddings"):
         return Problem("tie_word_embeddings is true: the drafter has neither embedding nor head", mend)
     architecture = "DFlashSpeculator" if found.is_speculators else "DFlashDraftModel"
-    if found.tree["architectures"] != [architecture]:
-        named = found.tree["architectures"]
+    named = found.tree.get("architectures")
+    if named != [architecture]:
         return Problem(
             f"architectures is {named}, readers look for {architecture}", f'architectures: ["{architecture}"]'
         )
@@ -270,6 +274,7 @@ def vocabulary(probe: Probe) -> Problem | None:
         "EXP004",
         "EXP005",
         "EXP006",
+        "DRF001",
         "DRF002",
         "DRF003",
         "DRF004",

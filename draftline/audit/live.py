@@ -67,7 +67,9 @@ def live_subject(
 ) -> AuditSubject:
     """Everything that a run with these settings, target and drafter would use."""
     pipeline = config.pipeline
-    loop = TargetForwardLoop(target, draft_model.config.target_layer_ids, pipeline.send, pipeline.target_batch_tokens)
+    loop = TargetForwardLoop(
+        target, draft_model.config.target_layer_ids, pipeline.send, pipeline.target_batch_tokens, 0
+    )
     device = next(draft_model.parameters()).device
 
     def save(model: DFlashDraftModel, optimizer: Optimizer, folder: Path) -> None:

@@ -117,7 +117,7 @@ def right_slots(probe: Probe) -> Problem | None:
     )
 
 
-@check("LOS006", "the update depends on how rows are split, or is divided by the wrong count")
+@check("LOS006", "the update depends on how rows are split, or is divided by the wrong count", needs=("DRF001",))
 def split_invariance(probe: Probe) -> Problem | None:
     with probe.shaken_weights():
         whole = _step_gradients(probe, [probe.row])
@@ -139,7 +139,7 @@ def split_invariance(probe: Probe) -> Problem | None:
     return None
 
 
-@check("LOS007", "the gradient does not reach every parameter of the drafter")
+@check("LOS007", "the gradient does not reach every parameter of the drafter", needs=("DRF001",))
 def gradient_everywhere(probe: Probe) -> Problem | None:
     with probe.shaken_weights():
         gradients = _step_gradients(probe, [probe.row])

@@ -41,7 +41,7 @@ def parameter_set(probe: Probe) -> Problem | None:
     )
 
 
-@check("OPT002", "weights or optimiser state are not float32")
+@check("OPT002", "weights or optimiser state are not float32", needs=("DRF001",))
 def precision(probe: Probe) -> Problem | None:
     with _copied(probe) as (model, optimizer):
         low = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
@@ -60,7 +60,7 @@ def precision(probe: Probe) -> Problem | None:
     )
 
 
-@check("OPT003", "some weights never move", needs=("OPT001", "LOS007"))
+@check("OPT003", "some weights never move", needs=("DRF001", "OPT001", "LOS007"))
 def everything_moves(probe: Probe) -> Problem | None:
     with _copied(probe) as (model, optimizer):
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -124,7 +124,7 @@ def numbers(probe: Probe) -> Problem | None:
     return None
 
 
-@check("OPT006", "gradients are not clipped as configured", needs=("LOS006",))
+@check("OPT006", "gradients are not clipped as configured", needs=("DRF001", "LOS006"))
 def clipping(probe: Probe) -> Problem | None:
     recorded: list[float] = []
     with _copied(probe) as (model, optimizer):
@@ -147,7 +147,7 @@ def clipping(probe: Probe) -> Problem | None:
     )
 
 
-@check("OPT007", "a resumed run is not the run that was interrupted", needs=("OPT001",))
+@check("OPT007", "a resumed run is not the run that was interrupted", needs=("DRF001", "OPT001"))
 def resume(probe: Probe) -> Problem | None:
     subject = probe.subject
     with _copied(probe) as (model, optimizer), subject.scratch() as scratch:
@@ -172,7 +172,7 @@ def resume(probe: Probe) -> Problem | None:
     )
 
 
-@check("OPT008", "training changes the target")
+@check("OPT008", "training changes the target", needs=("DRF001",))
 def target_untouched(probe: Probe) -> Problem | None:
     target = probe.subject.target.model
     before = {name: p.detach().sum(dtype=torch.float64).item() for name, p in target.named_parameters()}

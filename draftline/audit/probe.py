@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from draftline.audit.drafter_reference import DrafterView, view_of_config
+from draftline.audit.finding import NotApplicable
 from draftline.audit.reference import ReferenceForward, naive_anchors, target_forward
 from draftline.audit.subject import AuditSubject
 from draftline.config import decay_gamma
 from draftline.data.sampler import RowPlan
 from draftline.draft.attention import BlockLayout
+from draftline.errors import TargetError
 from draftline.records import CapturedSample, PackedBatch, Sample
 
 T = TypeVar("T")
@@ -126,7 +128,10 @@ class Probe:
     @cached_property
     def captured(self) -> list[CapturedSample]:
         """The probe's conversations through the run's own target loop, each alone."""
-        return [self.subject.capture([sample])[0] for sample in self.samples]
+        try:
+            return [self.subject.capture([sample])[0] for sample in self.samples]
+        except TargetError as error:
+            raise NotApplicable("the capture itself refuses, see TGT005") from error
 
     def target_ids_of(self, captured: CapturedSample) -> Tensor:
         """[S] training targets of a captured sample, as the loss will have them."""
@@ -138,8 +143,12 @@ class Probe:
     @torch.no_grad()
     def ids_of_layer(self, layer: int) -> list[Tensor]:
         """Per conversation, [S] greedy tokens that norm and head give for the output of some layer."""
-        norm = self.subject.target.final_norm
-        return [self.head_ids(norm(forward.layers[layer])) for forward in self.reference]
+        return [self.norm_and_head(forward.layers[layer]) for forward in self.reference]
+
+    @torch.no_grad()
+    def norm_and_head(self, states: Tensor) -> Tensor:
+        """[S] greedy tokens of states [S, D] through the target's own norm and head."""
+        return self.head_ids(self.subject.target.final_norm(states))
 
     @torch.no_grad()
     def head_ids(self, normed: Tensor) -> Tensor:

@@ -69,7 +69,7 @@ def clean_targets(probe: Probe) -> Problem | None:
                 mend,
             )
     source = target_source(probe)
-    if source.agreement < AGREEMENT and source.perturbed:
+    if source.perturbed:
         return Problem(
             f"training targets equal the target's own at {source.agreement:.1%}: the last layer's states were changed "
             f"before the head (relative difference {source.distance:.1e})",
@@ -114,7 +114,7 @@ def captured_values(probe: Probe) -> Problem | None:
 @check("TGT005", "captured states are unusable: not finite, zero, or not one vector per token")
 def usable_states(probe: Probe) -> Problem | None:
     try:
-        captured = probe.captured
+        captured = [probe.subject.capture([sample])[0] for sample in probe.samples]
     except TargetError as error:
         return Problem(f"the capture refuses: {error}", "mend what it names")
     for sample, item in zip(probe.samples, captured, strict=True):

@@ -32,6 +32,7 @@ class TargetForwardLoop:
         target_layer_ids: layers for the drafter's `fc`.
         send: `target_ids` computes the greedy next token here; `last_hidden` hands over the last layer's output.
         batch_tokens: most padded tokens in one forward; a longer sample runs alone.
+        checked_batches: first batches whose states are checked in full; the audit wants to see bad ones, and sets 0.
 
     Raises:
         ConfigError: `target_layer_ids` does not fit the target.
@@ -43,11 +44,13 @@ class TargetForwardLoop:
         target_layer_ids: Sequence[int],
         send: Literal["target_ids", "last_hidden"] = "target_ids",
         batch_tokens: int = 8192,
+        checked_batches: int = CHECKED_BATCHES,
     ) -> None:
         self.target = target
         self.target_layer_ids = check_target_layer_ids(target_layer_ids, target.num_layers)
         self.send = send
         self.batch_tokens = batch_tokens
+        self.checked_batches = checked_batches
         # logits of every position would be the largest tensor of the forward, and nobody reads them
         self._skips_logits = "logits_to_keep" in inspect.signature(target.model.forward).parameters
         self._batches = 0
@@ -78,7 +81,7 @@ class TargetForwardLoop:
         results = self._split(capture.get_hidden_states_packed(attention_mask), batch)
         self._batches += 1
         for result in results:
-            if self._batches <= CHECKED_BATCHES or not result.hidden_states_SLD.isfinite().all():
+            if self._batches <= self.checked_batches or not result.hidden_states_SLD.isfinite().all():
                 check_features(result, self.target_layer_ids)
         return results
 

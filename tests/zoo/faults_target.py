@@ -165,14 +165,9 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
 
     def normed(item: CapturedSample) -> CapturedSample:
         with torch.no_grad():
-            return replace(item, verifier_last_hidden_SD=_squared(norm(item.verifier_last_hidden_SD)))
+            return replace(item, verifier_last_hidden_SD=norm(item.verifier_last_hidden_SD))
 
     return capturing(subject, normed)
-
-
-def _squared(states: Tensor) -> Tensor:
-    """So unlike the states before the norm that a second norm cannot undo it."""
-    return states.roll(5, -1)
 
 
 @fault("training targets one token late", "B41", "TGT002")

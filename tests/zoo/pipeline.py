@@ -57,7 +57,7 @@ def llama(**changes: Any) -> LlamaConfig:
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Weights so large that every layer changes the prediction, norms that are not 1."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -1,0 +1,91 @@
+"""Finished folders of other trainers: what the audit says about each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftline.audit.folders import audit_checkpoint
+from draftline.audit.report import AuditReport
+from draftline.export.facts import Given
+from tests.export.checkpoints import CONTRACTS, Tree, modelopt_sliding, tensors_of, write
+from tests.export.drafters import make_drafter, make_target
+
+AREAS = ("EXP", "DRF009", "DRF012")
+GIVEN = Given(sample_from_anchor=None, num_target_layers=7)
+
+
+def _audit(tmp_path: Path, form: str, tree: Tree, given: Given | None = None) -> AuditReport:
+    target = make_target()
+    table = target.embedding.get_parameter("weight").detach().clone()
+    tensors = tensors_of(form, make_drafter(), table)
+    return audit_checkpoint(write(tmp_path / "drafter", tree, tensors), target, given, select=AREAS)
+
+
+def _codes(report: AuditReport, severity: str) -> set[str]:
+    return {finding.code for finding in report.findings if finding.severity == severity}
+
+
+def _said(report: AuditReport) -> str:
+    return "\n".join([*report.notes, *(f"{f.code} {f.evidence}" for f in report.findings)])
+
+
+def test_a_folder_of_ours_has_no_error(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "zlab", CONTRACTS["zlab"]())
+    assert _codes(report, "error") == set()
+    assert "vLLM: layers [1, 3, 4], blocks of 4, bidirectional; never reads block_size" in _said(report)
+
+
+def test_specforge_works_but_points_at_a_missing_file(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "specforge", CONTRACTS["specforge"]())
+    assert _codes(report, "error") == set()
+    assert "EXP010" in _codes(report, "warning")
+    assert "auto_map" in _said(report)
+    assert "trained on the tokens of the data" in _said(report)
+
+
+def test_nemo_has_an_architecture_that_readers_do_not_know(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "nemo", CONTRACTS["nemo"]())
+    assert "EXP011" in _codes(report, "error")
+    assert "Qwen3DFlashDraftModel" in _said(report)
+
+
+def test_modelopts_window_is_lost(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "modelopt", modelopt_sliding())
+    assert "EXP005" in _codes(report, "error")
+    assert "ignores dflash_config.use_swa" in _said(report)
+
+
+def test_torchspecs_tensors_have_other_names(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "torchspec", CONTRACTS["torchspec"]())
+    assert "EXP001" in _codes(report, "error")
+    assert "context_proj.weight" in _said(report)
+    assert "draftline import" in _said(report)
+
+
+def test_vllm_runs_a_speculators_folder_causally(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "speculators", CONTRACTS["speculators"]())
+    assert "EXP004" in _codes(report, "error")
+    assert "count from the embedding: outputs of layers [1, 3, 4]" in _said(report)
+    assert "vLLM reads causal [True, True], trained with [False, False]" in _said(report)
+
+
+def test_a_bidirectional_flag_mends_it(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "speculators", {**CONTRACTS["speculators"](), "sliding_window_non_causal": True})
+    assert _codes(report, "error") == set()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 32}, "do not belong together"),
+        ({"num_target_layers": 12}, "layers 12, small-target has 7"),
+        ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 adds"),
+    ],
+)
+def test_what_cannot_be_used_is_said_in_words(tmp_path: Path, change: Tree, words: str) -> None:
+    report = _audit(tmp_path, "zlab", {**CONTRACTS["zlab"](), **change})
+    assert [finding.code for finding in report.findings] == ["EXP013"]
+    assert words in report.findings[0].evidence
+    assert report.exit_status == 1

@@ -1,0 +1,90 @@
+"""The audit's own oracles, held against other people's code and hand-made cases."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Qwen3Config
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from draftline.audit.drafter_reference import reference_block, rope_frequencies, view_of_config, with_rope
+from draftline.audit.engines import read_as
+from draftline.audit.reference import naive_anchors, naive_cross_entropy, naive_slots, naive_weights, target_forward
+from draftline.export.folder import read_config
+from draftline.export.zlab import export_zlab
+from draftline.records import Sample
+from tests.export.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target
+
+SCALINGS = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 32},
+}
+
+
+def _sample(mask: str) -> Sample:
+    return Sample(0, torch.arange(len(mask)), torch.tensor([letter == "1" for letter in mask]))
+
+
+def test_anchors_and_slots_of_a_hand_made_row() -> None:
+    samples = [_sample("0011101"), _sample("0111")]
+    assert naive_anchors(samples) == [2, 3, 8, 9]
+    slots = naive_slots(samples, [2, 3, 8, 9], block_size=4, first=1)
+    assert slots == [(0, 1, 3), (0, 2, 4), (1, 1, 4), (2, 1, 9), (2, 2, 10), (3, 1, 10)]
+    every = naive_slots(samples, [2, 9], block_size=3, first=0)
+    assert every == [(0, 0, 3), (0, 1, 4), (1, 0, 10)]
+
+
+def test_weights_and_cross_entropy_of_a_hand_made_case() -> None:
+    assert naive_weights(4, 2.0, 1) == [0.0, 1.0, math.exp(-0.5), math.exp(-1.0)]
+    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
+    assert naive_cross_entropy(logits, [0, 2], [1.0, 2.0]) == pytest.approx(math.log(2) - 2 * math.log(0.8))
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
+def test_rotary_frequencies_are_those_of_transformers(kind: str) -> None:
+    view = with_rope(view_of_config(SMALL), rope_type=kind, **SCALINGS[kind])
+    found, factor = rope_frequencies(view)
+    config = Qwen3Config(head_dim=8, max_position_embeddings=128, rope_parameters=dict(view.rope))
+    if kind == "default":
+        wanted, wanted_factor = 5000.0 ** (-torch.arange(4) / 4), 1.0
+    else:
+        wanted, wanted_factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    torch.testing.assert_close(found.float(), wanted.float())
+    assert factor == pytest.approx(wanted_factor)
+
+
+@pytest.mark.parametrize("changes", [{}, MIX, ALL_SLIDING], ids=["full", "mix", "sliding"])
+def test_the_second_implementation_computes_what_z_labs_package_does(changes: dict, tmp_path: Path) -> None:
+    zlab = pytest.importorskip("dflash.model")
+    export_zlab(make_drafter(**changes), tmp_path / "drafter", "float32")
+    theirs = zlab.DFlashDraftModel.from_pretrained(tmp_path / "drafter").eval()
+    reading = read_as("z-lab", read_config(tmp_path / "drafter"))
+    assert reading.view is not None
+    context, block = torch.randn(1, 11, 3 * 24), torch.randn(1, 4, 24)
+    with torch.no_grad():
+        wanted = theirs(position_ids=torch.arange(15)[None], noise_embedding=block, target_hidden=context)[0]
+    found = reference_block(reading.view, theirs.state_dict(), context[0], block[0])
+    torch.testing.assert_close(found.float(), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_the_watched_forward_gives_what_transformers_records() -> None:
+    target = make_target()
+    ids = torch.arange(3, 20)
+    found = target_forward(target, ids)
+    recorded = target.model(input_ids=ids[None], output_hidden_states=True)
+    for layer in range(6):
+        torch.testing.assert_close(found.layers[layer], recorded.hidden_states[layer + 1][0])
+    torch.testing.assert_close(found.first_input, recorded.hidden_states[0][0])
+    torch.testing.assert_close(found.normed, recorded.hidden_states[-1][0])
+    torch.testing.assert_close(found.logits, recorded.logits[0])
+    assert "forward" not in vars(target.decoder_layers[0])
