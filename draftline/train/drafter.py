@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -70,7 +71,7 @@ class Drafter:
         with self._precision():
             return train_step(
                 draft_model=self.model,
-                batches=batches,
+                batches=[self._as_computed(batch) for batch in batches],
                 anchors=[self._anchors(batch) for batch in batches],
                 frozen=self._frozen,
                 optimizer=self.optimizer,
@@ -83,8 +84,8 @@ class Drafter:
     def measure(self, batch: PackedBatch) -> StepMetrics:
         """Metrics of a held-out row; its anchors are the same in every evaluation, because its epoch is."""
         with self._precision():
-            anchors = self._anchors(batch)
-            return row_loss(self.model, batch, anchors, self._frozen, self._config.loss, self._attention)[1]
+            row, anchors = self._as_computed(batch), self._anchors(batch)
+            return row_loss(self.model, row, anchors, self._frozen, self._config.loss, self._attention)[1]
 
     def checkpoint(self, state: TrainState, data_fingerprint: str) -> Checkpoint:
         """The present moment, to be written before the next step."""
@@ -110,6 +111,12 @@ class Drafter:
 
     def _anchors(self, batch: PackedBatch) -> Tensor:
         return draw_anchors(batch, self._config.train.num_anchors, self._config.train.seed)
+
+    def _as_computed(self, batch: PackedBatch) -> PackedBatch:
+        """States in float32 on CPU, whatever the target's precision; elsewhere autocast converts them."""
+        if self._device.type != "cpu":
+            return batch
+        return replace(batch, hidden_states_packed=batch.hidden_states_packed.float())
 
     def _precision(self) -> AbstractContextManager[object]:
         """float32 on CPU; elsewhere matrix products in bfloat16, weights and optimiser still in float32."""

@@ -17,8 +17,9 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.errors import ConfigError, DataError, DraftlineError, PipelineError, StorageError
 from draftline.records import Sample
 from draftline.run import split_last_answer
+from draftline.target.model import build_target
 from draftline.train.checkpoint import load_draft_model
-from tests.engine.tiny_target import tiny_samples
+from tests.engine.tiny_target import tiny_samples, tiny_target
 from tests.run.small_run import SETTINGS, MemoryConversations, assert_same_run, read_lines, small_data, small_run
 
 
@@ -92,6 +93,14 @@ def test_a_run_without_heldout_data_has_no_best(tmp_path: Path) -> None:
     assert result.best_step is None
     assert result.heldout == {}
     assert not (tmp_path / "run" / "best").exists()
+
+
+def test_a_bfloat16_target_trains_a_float32_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = build_target("half", tiny_target().model.to(torch.bfloat16), None)
+    monkeypatch.setattr("tests.run.small_run.tiny_target", lambda: target)
+    small_run(tmp_path / "run", "train.max_steps=3")
+    assert {p.dtype for p in load_draft_model(tmp_path / "run").parameters()} == {torch.float32}
+    assert read_lines(tmp_path / "run")[-1]["heldout_loss"] > 0
 
 
 def test_a_failing_target_loop_ends_the_run_with_its_cause_and_a_checkpoint(
