@@ -1,1 +1,50 @@
-"""Draftline: trains DFlash drafters and proves that what is trained is what will be served."""
+"""Draftline: trains DFlash drafters and proves that what is trained is what will be served.
+
+The names below are the public interface, in the order of the data flow; `docs/reference/api.md` describes them. They
+are imported when they are first used, so that `draftline --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES = {
+    "RunConfig": "draftline.config",
+    "load_run_config": "draftline.config",
+    "DFlashConfig": "draftline.config",
+    "DraftlineError": "draftline.errors",
+    "Sample": "draftline.records",
+    "HiddenStates": "draftline.records",
+    "CapturedSample": "draftline.records",
+    "PackedBatch": "draftline.records",
+    "StepMetrics": "draftline.records",
+    "PreparedDataset": "draftline.data.dataset",
+    "load_target": "draftline.target.model",
+    "TargetHead": "draftline.target.head",
+    "HookCapture": "draftline.target.capture",
+    "TargetForwardLoop": "draftline.target.loop",
+    "HiddenStatesQueue": "draftline.transfer.queue",
+    "DFlashDraftModel": "draftline.draft.model",
+    "train_step": "draftline.train.step",
+    "DrafterTrainLoop": "draftline.train.loop",
+    "train_run": "draftline.run",
+    "load_drafter": "draftline.export.importing",
+    "export_drafter": "draftline.export.exporting",
+    "generate": "draftline.evaluate.generate",
+    "evaluate_prompts": "draftline.evaluate.benchmark",
+    "run_audit": "draftline.audit",
+}
+
+__all__ = list(_HOMES)  # noqa: PLE0605  (the table is the list)
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"draftline has no public name {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
