@@ -205,6 +205,8 @@ class TrainingRun:
             frozen=frozen_target(target, self._device),
             device=self._device,
         )
+        if config.drafter.start_from == "target_layers":
+            self._drafter.model.start_from_layers(target.decoder_layers, target.final_norm)
         self._checkpoints = CheckpointStore(folder, config.train.keep_last)
         self._state = TrainState(StepMetrics.zero(shape.block_size))
         self._stores: dict[str, StatesStore] = {}

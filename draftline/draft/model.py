@@ -14,7 +14,7 @@ Parameter names are those of z-lab's checkpoints, which all readers agree on. So
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from draftline.config import DFlashConfig
 from draftline.draft.attention import Attention, BlockLayout, GroupedAttention, LayerKind
+from draftline.errors import ConfigError
 
 
 def qwen3_config(config: DFlashConfig) -> Qwen3Config:
@@ -144,6 +145,29 @@ class DFlashDraftModel(nn.Module):
             if parameter.ndim == 2:
                 drawn = torch.normal(0.0, self.config.initializer_range, parameter.shape, generator=generator)
                 parameter.data.copy_(drawn)
+
+    @torch.no_grad()
+    def start_from_layers(self, decoder_layers: Iterable[nn.Module], final_norm: nn.Module) -> None:
+        """Take over the weights of a target's last layers, and let `fc` pass on the last captured layer.
+
+        The layers then attend to the context, and change a token's state, as the target's do; what a mask token is to
+        become is still to be learned. Not part of the published recipe, which starts from random weights.
+
+        Raises:
+            ConfigError: the layers have other tensors or sizes than the drafter's.
+        """
+        width = self.config.hidden_size
+        last = list(decoder_layers)[-len(self.layers) :]
+        try:
+            for ours, theirs in zip(self.layers, last, strict=True):
+                ours.load_state_dict(theirs.state_dict())
+            self.norm.load_state_dict(final_norm.state_dict())
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(
+                f"drafter.start_from = target_layers: {len(self.layers)} layers of {type(last[0]).__name__} do not fit "
+                "the drafter's (Qwen3's form, sizes of the target): set drafter.start_from=random"
+            ) from error
+        self.fc.weight[:, -width:] += torch.eye(width)
 
     def forward(
         self,

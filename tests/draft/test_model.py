@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashDraftModel
+from draftline.errors import ConfigError
 from tests.draft.layouts import WIDTH, drafter, drafter_config
 
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 6}
@@ -102,3 +104,56 @@ def test_initial_weights_come_from_the_seed_alone() -> None:
     assert not torch.equal(one.fc.weight, other.fc.weight)
     assert one.fc.weight.std().item() == pytest.approx(0.05, rel=0.05)
     assert torch.equal(one.norm.weight, torch.ones(64))
+
+
+def qwen3(hidden_size: int, layers: int) -> Qwen3ForCausalLM:
+    config = Qwen3Config(
+        vocab_size=40,
+        hidden_size=hidden_size,
+        intermediate_size=24,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    for parameter in model.parameters():  # norms of ones would hide a norm that was not taken over
+        parameter.data.add_(0.1 * torch.rand_like(parameter))
+    return model
+
+
+def test_a_start_from_the_targets_layers_attends_and_computes_as_they_do() -> None:
+    """With the last captured layer as context, the drafter's first layer sees the keys and values of the target's."""
+    target = qwen3(WIDTH, layers=3)
+    model = drafter(drafter_config({"num_hidden_layers": 1}))
+    model.start_from_layers(target.model.layers, target.model.norm)
+    layer = target.model.layers[2]
+    for name, tensor in model.layers[0].state_dict().items():
+        assert torch.equal(tensor, layer.state_dict()[name])
+    assert torch.equal(model.norm.weight, target.model.norm.weight)
+
+    with torch.no_grad():  # fc = [noise | identity + noise]: without the noise it passes the last captured layer on
+        model.fc.weight[:, :WIDTH] = 0
+        model.fc.weight[:, WIDTH:] = torch.eye(WIDTH)
+        model.hidden_norm.weight.copy_(layer.input_layernorm.weight)
+    states = torch.randn(1, 6, 2 * WIDTH)
+    ids = torch.arange(6)[None]
+    keys: list[torch.Tensor] = []
+    layer.self_attn.k_norm.register_forward_hook(lambda _module, _args, output: keys.append(output))
+    rotary = target.model.rotary_emb(states, ids)
+    layer(states[..., WIDTH:], position_embeddings=rotary, attention_mask=None)
+    layer.self_attn.k_norm._forward_hooks.clear()
+    cache = model.new_cache()
+    model.extend_cache(cache, states)
+    unrotated = model.layers[0].self_attn.k_norm(
+        model.layers[0].self_attn.k_proj(model.hidden_norm(model.fc(states[0]))).unflatten(-1, (-1, 8))
+    )
+    assert torch.allclose(unrotated, keys[0][0], atol=1e-5)
+
+
+def test_a_start_from_layers_of_another_form_is_refused() -> None:
+    model = drafter(drafter_config())
+    with pytest.raises(ConfigError, match=r"start_from=random"):
+        model.start_from_layers(qwen3(2 * WIDTH, layers=2).model.layers, model.norm)
+    with pytest.raises(ConfigError, match=r"start_from=random"):
+        model.start_from_layers(qwen3(WIDTH, layers=1).model.layers, model.norm)
