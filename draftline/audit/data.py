@@ -9,7 +9,7 @@ import torch
 
 from draftline.audit.finding import NotApplicable, Problem, check
 from draftline.audit.probe import Probe
-from draftline.audit.reference import target_forward
+from draftline.audit.reference import role_ids, target_forward
 from draftline.audit.subject import PreparedData
 from draftline.data.cache import tokenizer_hash
 from draftline.data.conversations import hash_json
@@ -127,10 +127,10 @@ def token_ids(probe: Probe) -> Problem | None:
     lowest = min(int(sample.input_ids.min()) for sample in samples)
     if highest >= target.vocab_size or lowest < 0:
         return Problem(f"ids {lowest}..{highest} for a table of {target.vocab_size} rows", mend)
-    bos = getattr(target.tokenizer or target.config, "bos_token_id", None)
-    doubled = [s.sample_id for s in samples if bos is not None and s.input_ids[:2].tolist() == [bos, bos]]
+    starts = [[bos, bos] for bos in role_ids(target, "bos")]
+    doubled = [s.sample_id for s in samples if s.input_ids[:2].tolist() in starts]
     if doubled:
-        return Problem(f"{len(doubled)} of {len(samples)} conversations begin with two BOS tokens ({bos})", mend)
+        return Problem(f"{len(doubled)} of {len(samples)} conversations begin with two BOS tokens", mend)
     return None
 
 
@@ -262,16 +262,7 @@ def _turn_end_ids(probe: Probe) -> set[int]:
     """Tokens that follow an answer, up to and with the first special one, and the configured end tokens."""
     one, other = _rendered(probe, "Green."), _rendered(probe, "Blue!")
     after = one[len(one) - _common_prefix(one[::-1], other[::-1]) :]
-    return set(after) | _configured_ends(probe)
-
-
-def _configured_ends(probe: Probe) -> set[int]:
-    target = probe.subject.target
-    ends: set[int] = set()
-    for holder in (target.tokenizer, target.config, target.model.generation_config):
-        value = getattr(holder, "eos_token_id", None)
-        ends |= set(value if isinstance(value, list) else [] if value is None else [value])
-    return ends
+    return set(after) | role_ids(probe.subject.target, "eos")
 
 
 def _common_prefix(one: Sequence[int], other: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from draftline.audit.drafter_reference import DrafterView, reference_block, rope
 from draftline.audit.finding import Problem, check
 from draftline.audit.loss_reading import loss_trace
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
-from draftline.audit.reference import naive_anchors, target_forward
+from draftline.audit.reference import naive_anchors, role_ids, target_forward
 from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes
 from draftline.records import PackedBatch
 from draftline.target.layers import default_target_layer_ids
@@ -220,11 +220,11 @@ def shape(probe: Probe) -> Problem | None:
             f"rope_parameters {rope}: partial or multimodal, which engines read and the drafter does not compute",
             "drop partial_rotary_factor and mrope_section from the drafter",
         )
-    limit = getattr(target.config, "max_position_embeddings", None)
-    if limit is not None and config.max_position_embeddings < limit:
+    ours = config.max_position_embeddings
+    limit = target.config.max_position_embeddings if hasattr(target.config, "max_position_embeddings") else ours
+    if ours < limit:
         return Problem(
-            f"max_position_embeddings {config.max_position_embeddings} is below the target's {limit}: engines clamp or "
-            "size tables by it",
+            f"max_position_embeddings {ours} is below the target's {limit}: engines clamp or size tables by it",
             f"max_position_embeddings: {limit}",
         )
     return _rope_unlike_target(probe)
@@ -291,8 +291,9 @@ def _reference_difference(probe: Probe, view: DrafterView, shift: int = 0, step:
     with probe.shaken_weights():
         weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         found = probe.run_drafter(probe.states)
-    worst = 0.0
-    for index, (anchor, start) in enumerate(anchors_and_starts(probe)):
+    worst, blocks = 0.0, anchors_and_starts(probe)
+    for index in (0, len(blocks) // 2, len(blocks) - 1):
+        anchor, start = blocks[index]
         embeddings = probe.block_embeddings[0, index * block : (index + 1) * block]
         wanted = reference_block(view, weights, probe.states[0, start:anchor], embeddings, shift, step)
         worst = max(worst, relative_difference(found[index], wanted))
@@ -355,14 +356,8 @@ def _explain_layers(probe: Probe) -> str:
 
 def _role_of_token(probe: Probe, token: int) -> str | None:
     """Pad, eos or bos of the tokenizer or of the target's configurations."""
-    target = probe.subject.target
-    holders = [target.tokenizer, target.config, target.model.config, target.model.generation_config]
-    for name in ("pad", "eos", "bos"):
-        for holder in holders:
-            value = getattr(holder, f"{name}_token_id", None)
-            if value is not None and token in (value if isinstance(value, list) else [value]):
-                return f"{name} token"
-    return None
+    roles = (role for role in ("pad", "eos", "bos") if token in role_ids(probe.subject.target, role))
+    return next((f"{role} token" for role in roles), None)
 
 
 def _wanted_blocks(probe: Probe) -> Tensor:
@@ -422,15 +417,12 @@ def _drawn(probe: Probe, row: PackedBatch, budget: int, seed: int = 0) -> list[i
 
 def _rope_unlike_target(probe: Probe) -> Problem | None:
     """Rotary base other than the target's: not wrong, but never by accident."""
-    theirs = getattr(probe.subject.target.config, "rope_parameters", None)
-    if not isinstance(theirs, dict) or "rope_theta" not in theirs:
-        if not isinstance(theirs, dict) or not any(isinstance(value, dict) for value in theirs.values()):
-            return None
-        bases = {value.get("rope_theta") for value in theirs.values() if isinstance(value, dict)}
-    else:
-        bases = {theirs["rope_theta"]}
+    config = probe.subject.target.config
+    settings = config.rope_parameters if hasattr(config, "rope_parameters") else None
+    by_layer = [v for v in settings.values() if isinstance(v, dict)] if settings else []  # Gemma 3 has two
+    bases = {one["rope_theta"] for one in by_layer or [settings or {}] if one.get("rope_theta") is not None}
     ours = probe.view.rope.get("rope_theta")
-    if ours in bases or bases == {None}:
+    if not bases or ours in bases:
         return None
     return Problem(
         f"rope_theta is {ours}, the target's is {sorted(bases, key=str)}", "take rope_theta from the target", "warning"

@@ -128,7 +128,7 @@ def reference_block(
         block_embeddings: [P, D].
         position_shift, position_step: slots sit at anchor + shift + step * k; 0 and 1 are right.
     """
-    tensor = {name: value.detach().double().cpu() for name, value in weights.items()}
+    tensor = _Weights(weights)
     context = _norm(context_states.double().cpu() @ tensor["fc.weight"].T, tensor["hidden_norm.weight"], view.eps)
     block = block_embeddings.double().cpu()
     slots = len(context) + position_shift + position_step * torch.arange(len(block))
@@ -138,8 +138,18 @@ def reference_block(
     return _norm(block, tensor["norm.weight"], view.eps)
 
 
+class _Weights:
+    """Weights by name, each in float64 only while it is used: all of them at once would be twice the drafter."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights[name].detach().double().cpu()
+
+
 def _layer(
-    view: DrafterView, tensor: Mapping[str, Tensor], index: int, context: Tensor, block: Tensor, positions: Tensor
+    view: DrafterView, tensor: _Weights, index: int, context: Tensor, block: Tensor, positions: Tensor
 ) -> Tensor:
     name = f"layers.{index}."
     normed = _norm(block, tensor[name + "input_layernorm.weight"], view.eps)
@@ -151,7 +161,7 @@ def _layer(
 
 
 def _attention(
-    view: DrafterView, tensor: Mapping[str, Tensor], index: int, context: Tensor, block: Tensor, positions: Tensor
+    view: DrafterView, tensor: _Weights, index: int, context: Tensor, block: Tensor, positions: Tensor
 ) -> Tensor:
     name = f"layers.{index}.self_attn."
     keys_from = torch.cat([context, block])

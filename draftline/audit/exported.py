@@ -7,7 +7,7 @@ and computed by a second implementation.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -353,8 +353,7 @@ def _view_with_rope(probe: Probe, settings: dict[str, Any]) -> DrafterView:
     reading = next((r for r in _exported(probe).readings if r.view is not None), None)
     if reading is None or reading.view is None:
         raise NotApplicable("no program reads the exported config")
-    assert reading.view.rope == settings
-    return reading.view
+    return replace(reading.view, rope=settings)
 
 
 def _run(probe: Probe, view: DrafterView, found: Exported) -> float:

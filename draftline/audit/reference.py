@@ -85,10 +85,13 @@ def _watched(modules: list[nn.Module], seen: list[tuple[Tensor, Tensor]]) -> Ite
                 module.forward = original
 
 
-def documents(document_ids: Sequence[int]) -> list[range]:
-    """Row positions of each document, in order."""
-    starts = [i for i, d in enumerate(document_ids) if i == 0 or d != document_ids[i - 1]]
-    return [range(a, b) for a, b in zip(starts, [*starts[1:], len(document_ids)], strict=True)]
+def role_ids(target: Target, role: str) -> set[int]:
+    """Ids that the tokenizer or a configuration names as `pad`, `eos` or `bos`."""
+    name = f"{role}_token_id"
+    holders = (target.tokenizer, target.config, target.model.config, target.model.generation_config)
+    values = [getattr(holder, name) for holder in holders if hasattr(holder, name)]
+    listed = [value if isinstance(value, list) else [value] for value in values]
+    return {int(token) for tokens in listed for token in tokens if token is not None}
 
 
 def naive_anchors(samples: Sequence[Sample]) -> list[int]:

@@ -356,26 +356,30 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16().float()
         optimizer = clean(model)
-        optimizer.register_step_post_hook(
-            lambda *_: [p.data.copy_(p.data.bfloat16().float()) for p in model.parameters()]
-        )
+
+        def round_off(*_: Any) -> None:
+            for parameter in model.parameters():
+                parameter.data.copy_(parameter.data.bfloat16().float())
+
+        optimizer.register_step_post_hook(round_off)
         return optimizer
 
     return replace(subject, make_optimizer=make)
 
 
-@fault("norms have a learning rate of zero", "B71", "OPT003")
+@fault("norms get no updates", "B71", "OPT003")
 def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
     clean = subject.make_optimizer
 
     def make(model: DFlashDraftModel) -> Any:
         optimizer = clean(model)
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.register_hook(lambda gradient: gradient * 1.0)
-        optimizer.register_step_pre_hook(
-            lambda *_: [p.grad.zero_() for p in model.parameters() if p.ndim == 1 and p.grad is not None]
-        )
+
+        def still(*_: Any) -> None:
+            for parameter in model.parameters():
+                if parameter.ndim == 1 and parameter.grad is not None:
+                    parameter.grad.zero_()
+
+        optimizer.register_step_pre_hook(still)
         return optimizer
 
     return replace(subject, make_optimizer=make)
