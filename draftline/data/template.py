@@ -141,7 +141,18 @@ class ChatTemplate:
         try:
             return self._render(messages, list(conversation.tools) or None, options, ask=ask)
         except TEMPLATE_FAULTS as error:
-            raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
+            reason = " ".join(str(error).split()) or type(error).__name__
+            if not conversation.tools and self._takes_with_tools(messages, options):
+                reason = f"the template takes no chat without tools ({reason})"
+            raise Refused(reason) from error
+
+    def _takes_with_tools(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
+        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"properties": {}}}}
+        try:
+            self._render(messages, [tool], options)
+        except TEMPLATE_FAULTS:
+            return False
+        return True
 
     def _render(
         self,

@@ -1,0 +1,165 @@
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftline.data.answers import AnswerStore
+from draftline.data.conversations import Conversation, Message
+from draftline.data.server import ServerAnswers, ServerSettings
+from draftline.errors import PipelineError
+
+
+class ChatServer:
+    """A local server with the OpenAI chat interface; it answers with the number of messages and the last text."""
+
+    def __init__(self) -> None:
+        self.requests: list[dict[str, Any]] = []
+        self.failures: list[int] = []
+        self.reply: dict[str, Any] | None = None
+        self.at_once = self.most_at_once = 0
+        self._lock = threading.Lock()
+        self._gate = threading.Event()
+        self._gate.set()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                outer.handle(self)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.thread = threading.Thread(target=self.server.serve_forever)
+        self.thread.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.server_port}/v1"
+
+    def handle(self, handler: BaseHTTPRequestHandler) -> None:
+        request = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
+        with self._lock:
+            self.requests.append(request)
+            self.at_once += 1
+            self.most_at_once = max(self.most_at_once, self.at_once)
+            status = self.failures.pop() if self.failures else 200
+        threading.Event().wait(0.01)
+        content = f"{len(request['messages'])}: {request['messages'][-1]['content']}"
+        choice = self.reply or {"message": {"content": content}, "finish_reason": "stop"}
+        body = json.dumps({"choices": [choice]} if status == 200 else {"error": "busy"}).encode()
+        with self._lock:
+            self.at_once -= 1
+        handler.send_response(status)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def server() -> Iterator[ChatServer]:
+    running = ChatServer()
+    yield running
+    running.close()
+
+
+def prompts(*texts: str) -> Conversation:
+    return Conversation(messages=tuple(Message(role="user", content=text) for text in texts))
+
+
+def ask(server: ChatServer, path: Path, conversations: list[Conversation], **settings: Any) -> list[Conversation]:
+    with AnswerStore(path / "answers.jsonl") as store:
+        answerer = ServerAnswers(store, ServerSettings(server.url, "m", **settings), first_pause_s=0.01)
+        return answerer(conversations)
+
+
+def test_turns_follow_the_regenerated_history_and_concurrency_is_bounded(server: ChatServer, tmp_path: Path) -> None:
+    asked = [prompts(f"a{n}", f"b{n}") for n in range(12)]
+    answered = ask(server, tmp_path, asked, concurrency=3)
+    assert [[message.content for message in chat.messages] for chat in answered] == [
+        [f"a{n}", f"1: a{n}", f"b{n}", f"3: b{n}"] for n in range(12)
+    ]
+    assert server.most_at_once <= 3
+    assert len(server.requests) == 24
+
+
+def test_stored_answers_are_not_asked_again(server: ChatServer, tmp_path: Path) -> None:
+    first = ask(server, tmp_path, [prompts("a"), prompts("b")])
+    again = ask(server, tmp_path, [prompts("c"), prompts("b"), prompts("a")])
+    assert len(server.requests) == 3
+    assert again[:0:-1] == first
+
+
+def test_busy_server_is_asked_again(server: ChatServer, tmp_path: Path) -> None:
+    server.failures = [503, 429, 500]
+    (answered,) = ask(server, tmp_path, [prompts("a")], retries=3)
+    assert answered.messages[-1].content == "1: a"
+    assert len(server.requests) == 4
+
+
+def test_giving_up_names_the_reason_and_keeps_answers(server: ChatServer, tmp_path: Path) -> None:
+    ask(server, tmp_path, [prompts("a")])
+    server.failures = [503] * 3
+    with pytest.raises(PipelineError, match=r"status 503.*stored answers are kept"):
+        ask(server, tmp_path, [prompts("a"), prompts("b")], retries=2)
+    server.failures = [404]
+    with pytest.raises(PipelineError, match="status 404"):
+        ask(server, tmp_path, [prompts("b")], retries=5)
+    assert len(server.requests) == 1 + 3 + 1
+    assert ask(server, tmp_path, [prompts("a")])[0].messages[-1].content == "1: a"
+
+
+def test_absent_server_is_one_clear_line(tmp_path: Path) -> None:
+    with AnswerStore(tmp_path / "answers.jsonl") as store:
+        settings = ServerSettings("http://127.0.0.1:9/v1", "m", retries=1)
+        with pytest.raises(PipelineError, match="did not answer"):
+            ServerAnswers(store, settings, first_pause_s=0.01)([prompts("a")])
+
+
+def test_reasoning_calls_and_finish_reason_are_kept(server: ChatServer, tmp_path: Path) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    server.reply = {
+        "message": {"content": None, "reasoning_content": "why", "tool_calls": [call]},
+        "finish_reason": "tool_calls",
+    }
+    tools = ({"type": "function", "function": {"name": "f", "parameters": {}}},)
+    asked = prompts("a").model_copy(update={"tools": tools, "template_options": {"enable_thinking": True}})
+    (answered,) = ask(server, tmp_path, [asked])
+    answer = answered.messages[-1]
+    assert (answer.content, answer.reasoning_content, answer.finish_reason) == ("", "why", "tool_calls")
+    assert answer.tool_calls[0].function.arguments == {"a": 1}
+    assert server.requests[0]["tools"] == list(tools)
+    assert server.requests[0]["chat_template_kwargs"] == {"enable_thinking": True}
+    server.reply = {"message": {"content": "cut"}, "finish_reason": "length"}
+    assert ask(server, tmp_path, [prompts("b", "c")])[0].messages[-1].finish_reason == "length"
+
+
+def test_calls_go_back_as_json_text(server: ChatServer, tmp_path: Path) -> None:
+    call = {"id": "c1", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    server.reply = {"message": {"content": "", "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    asked = prompts("a", "b").model_copy(
+        update={
+            "messages": (
+                Message(role="user", content="a"),
+                Message(role="assistant", content="old"),
+                Message(role="tool", content="42"),
+            )
+        }
+    )
+    ask(server, tmp_path, [asked])
+    assert server.requests[1]["messages"][1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
+
+
+def test_a_reply_that_is_no_completion(server: ChatServer, tmp_path: Path) -> None:
+    server.reply = {"text": "completion of another interface"}
+    with pytest.raises(PipelineError, match="no chat completion"):
+        ask(server, tmp_path, [prompts("a")])
