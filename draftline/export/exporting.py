@@ -18,7 +18,7 @@ from draftline.export.serving import READERS, Reader, Serving, serving_command, 
 from draftline.export.speculators import export_speculators
 from draftline.export.verify import CHECKS
 from draftline.export.zlab import export_zlab
-from draftline.target.model import Target
+from draftline.target.model import TINY_FOLDER, Target
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def export_drafter(
     loaded = load_drafter(source, given, target)
     largest = largest_activation(loaded.draft_model, target)
     form = "speculators" if reader == "speculators" else "zlab"
-    serving = Serving(str(out), target_path or target.name, dtype, loaded.config)
+    serving = Serving(str(out), target_path or _served_name(target), dtype, loaded.config)
     others = tuple(other for other in readers_of(form) if other != reader)
     card = model_card(
         CardFacts(
@@ -106,6 +106,8 @@ def export_drafter(
     )
     _write(loaded, out, form, dtype, target, serving.target, card)
     notes = [*loaded.notes, *serving_notes(reader, loaded.config)]
+    if serving.target == "smollm2":
+        notes.append("smollm2 is a name that servers do not know: save the target as a folder and name that instead.")
     if largest > FLOAT16_MAX:
         notes.append(f"Not float16-safe: activations reach {largest:.0f}, float16 ends at {FLOAT16_MAX:.0f}.")
     return ExportReport(out, form, dtype, CHECKS, serving_command(reader, serving), tuple(notes))
@@ -126,12 +128,17 @@ def import_drafter(
     """
     loaded = load_drafter(source, given, target)
     form = "speculators" if loaded.config.sample_from_anchor else "zlab"
-    name = target.name if target is not None else "TARGET"
+    name = "TARGET" if target is None else _served_name(target)
     serving = Serving(str(out), name, loaded.export_dtype, loaded.config)
     card = model_card(CardFacts(serving=serving, readers=readers_of(form), checks=CHECKS))
     _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card)
     command = serving_command(readers_of(form)[0], serving)
     return ExportReport(out, form, loaded.export_dtype, CHECKS, command, loaded.notes)
+
+
+def _served_name(target: Target) -> str:
+    """The embedded target has no hub name; its folder is one that servers can read."""
+    return str(TINY_FOLDER) if target.name == "tiny" else target.name
 
 
 def _write(

@@ -178,6 +178,7 @@ def _settled(name: str, found: T | None, given: T | None, where: str) -> T:
 
 def _token(stack: Mapping[str, Any], name: str) -> int | None:
     """Some targets have several ends; which one stands here matters to no reader."""
-    found = stack.get(name)
-    first: int | None = found[0] if isinstance(found, list) and found else found
-    return first
+    found: Any = stack.get(name)
+    if isinstance(found, list):
+        return int(found[0]) if found else None
+    return None if found is None else int(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
@@ -17,6 +18,7 @@ from draftline.export.exporting import Results, export_drafter, import_drafter
 from draftline.export.importing import load_drafter
 from draftline.export.serving import READERS, Serving, serving_command
 from draftline.records import StepMetrics
+from draftline.target.model import TINY_FOLDER
 from draftline.train.checkpoint import Checkpoint, write_checkpoint
 from draftline.train.state import TrainState
 from tests.export.checkpoints import CONTRACTS, tensors_of, write
@@ -54,6 +56,15 @@ def test_a_run_is_exported_for_every_reader(tmp_path: Path, reader: Any) -> None
     assert "a/target" in report.command
     assert report.to_json()["folder"] == str(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_the_embedded_target_is_served_by_its_folder(tmp_path: Path) -> None:
+    source = write(tmp_path / "foreign", CONTRACTS["zlab"](), tensors_of("zlab", make_drafter()))
+    tiny = dataclasses.replace(make_target(), name="tiny")
+    report = export_drafter(source=source, out=tmp_path / "out", target=tiny, reader="speculators", dtype="float32")
+    settings = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]
+    assert settings["verifier"] == {"name_or_path": str(TINY_FOLDER), "architectures": ["Qwen3ForCausalLM"]}
+    assert str(TINY_FOLDER) in report.command
 
 
 @pytest.mark.parametrize("anchor", [False, True])
