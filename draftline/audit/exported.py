@@ -19,7 +19,7 @@ from draftline.audit.drafter_reference import DrafterView, reference_block, rope
 from draftline.audit.engines import Reading, differences, read_as, readers_of, rope_of
 from draftline.audit.finding import NotApplicable, Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
-from draftline.errors import ExportError
+from draftline.errors import CheckpointError, ExportError
 from draftline.export.folder import read_files
 
 _ZLAB_KEYS = ("architectures", "model_type", "block_size", "num_target_layers", "dtype")
@@ -83,7 +83,7 @@ class Exported:
         return [read_as(reader, self.tree) for reader in readers_of(self.tree)]
 
 
-@check("EXP001", "the exported tensors are not the drafter's")
+@check("EXP001", "the exported tensors are not the drafter's", needs=("DRF001",))
 def tensors(probe: Probe) -> Problem | None:
     found = exported(probe)
     if found.refusal:
@@ -318,7 +318,7 @@ def _export(probe: Probe) -> Exported:
         trained = probe.run_drafter(probe.states)
         try:
             probe.subject.export(model, folder)
-        except ExportError as error:
+        except (ExportError, CheckpointError) as error:
             if model.config.sample_from_anchor:
                 raise NotApplicable("the format has no words for sample_from_anchor") from error
             return Exported({}, {}, weights, trained, refusal=str(error))

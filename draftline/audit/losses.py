@@ -107,13 +107,20 @@ def right_slots(probe: Probe) -> Problem | None:
     found = {int(q) for q in (trace.gradient_QD.norm(dim=-1) > 0).nonzero()[:, 0]}
     wanted = {index * probe.block_size + slot for index, slot, _ in supervised(probe)}
     extra, missing = sorted(found - wanted), sorted(wanted - found)
+    counted = [int(count) for count in trace.metrics.slots_P.tolist()]
+    by_slot = [sum(slot == k for _, slot, _ in supervised(probe)) for k in range(probe.block_size)]
+    mend = (
+        "supervise the unbroken run of answer tokens after the anchor: not the anchor's own slot, nothing past the "
+        "answer or the document, and keep the slots of a partial block"
+    )
     if not extra and not missing:
-        return None
+        if counted == by_slot:
+            return None
+        return Problem(f"supervised slots by place in the block: counted {counted}, are {by_slot}", mend)
     return Problem(
         f"{len(extra)} slots carry a loss that should not{_examples(probe, extra)}; {len(missing)} carry none that "
         f"should{_examples(probe, missing)}",
-        "supervise the unbroken run of answer tokens after the anchor: not the anchor's own slot, nothing past the "
-        "answer or the document, and keep the slots of a partial block",
+        mend,
     )
 
 
