@@ -1,12 +1,12 @@
 from pathlib import Path
 
 import pytest
-from chat_tokenizers import CHATML, make_tokenizer
 
 from draftline.data.inspect import ConversationView, as_html, as_text, inspect_dataset
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.errors import DataError
+from tests.data.chat_tokenizers import CHATML, make_tokenizer
 
 ROW = '{"messages": [{"role": "user", "content": "<b>hi</b>"}, {"role": "assistant", "content": "It is 字 four"}]}'
 RENDERED = "<|im_start|>user\n<b>hi</b><|im_end|>\n<|im_start|>assistant\nIt is 字 four<|im_end|>\n"

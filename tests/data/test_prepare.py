@@ -1,11 +1,11 @@
 import json
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from chat_tokenizers import CHATML, THINKING, make_tokenizer
 
 from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
@@ -13,6 +13,7 @@ from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.data.render import MaskOptions
 from draftline.errors import DataError, Interrupted, TemplateError
+from tests.data.chat_tokenizers import CHATML, THINKING, make_tokenizer
 
 
 def row(question: str, answer: str = "yo", **message: object) -> dict[str, object]:
@@ -161,6 +162,7 @@ def test_choice_of_heldout_prompts_does_not_depend_on_order(tmp_path: Path) -> N
     rows = [row(f"question {n}") for n in range(30)]
     chosen = []
     for order in (rows, rows[::-1]):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
         run(tmp_path, order, heldout=5)
         chosen.append((tmp_path / "out/heldout/prompts.jsonl").read_text())
     assert chosen[0] == chosen[1]
@@ -180,6 +182,9 @@ def test_same_call_is_a_hit_and_any_change_a_miss(tmp_path: Path) -> None:
         {"mask": MaskOptions(supervise="last")},
         {"template_options": {"enable_thinking": False}},
     ):
+        with pytest.raises(DataError, match="prepared from other files, with other options"):
+            run(tmp_path, **{"rows": rows, **change})
+        shutil.rmtree(tmp_path / "out")
         run(tmp_path, **{"rows": rows, **change})
         prints.add(PreparedDataset.open(tmp_path / "out").fingerprint)
     assert len(prints) == 6

@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from chat_tokenizers import CHATML, THINKING, make_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftline.data.agreement import Agreement, measure_agreement
@@ -21,6 +20,7 @@ from draftline.data.regenerate import (
 )
 from draftline.errors import DataError
 from draftline.records import Sample
+from tests.data.chat_tokenizers import CHATML, THINKING, make_tokenizer
 
 SETTINGS = GenerationSettings(max_new_tokens=12, batch_size=3)
 

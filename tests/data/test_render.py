@@ -1,5 +1,4 @@
 import pytest
-from chat_tokenizers import CHATML, RETURNING, SHOUTING, TEMPLATES, THINKING, make_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,6 +6,7 @@ from draftline.data.conversations import Conversation, FunctionCall, Message, To
 from draftline.data.render import MaskOptions, Refusal, RenderedConversation, render_conversation
 from draftline.data.template import ChatTemplate
 from draftline.errors import TemplateError
+from tests.data.chat_tokenizers import CHATML, RETURNING, SHOUTING, TEMPLATES, THINKING, make_tokenizer
 
 
 def chat(*turns: str, **last: object) -> Conversation:

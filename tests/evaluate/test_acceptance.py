@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pairs
 import pytest
 import torch
 
@@ -22,6 +21,7 @@ from draftline.evaluate.acceptance import (
 from draftline.evaluate.generate import generate, generate_plain
 from draftline.records import Sample
 from draftline.target.loop import TargetForwardLoop
+from tests.evaluate import pairs
 
 ACCEPTED = [1, 2, 3, 0]  # blocks whose drafted tokens were right as 100, 110, 111, 000
 

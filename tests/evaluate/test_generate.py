@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 
-import pairs
 import pytest
 import torch
 from scipy import stats
@@ -25,6 +24,7 @@ from draftline.errors import DataError, TargetError
 from draftline.evaluate.generate import Proposal, decode, generate, generate_plain, tie_gap
 from draftline.evaluate.sampling import GREEDY, Sampling
 from draftline.target.model import Target, build_target
+from tests.evaluate import pairs
 
 SMALL = {
     "vocab_size": 40,

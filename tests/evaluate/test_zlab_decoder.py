@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import dflash.model as zlab
-import pairs
 import pytest
 import torch
 
@@ -15,6 +14,7 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import Generation, generate, generate_plain
 from draftline.export.zlab import export_zlab, load_zlab
 from draftline.target.model import Target
+from tests.evaluate import pairs
 
 NEW_TOKENS = pairs.ANSWER
 SLIDING = {"layer_types": ("sliding_attention", "full_attention"), "sliding_window": 8}
