@@ -133,4 +133,11 @@ def _prepared(config: RunConfig) -> PreparedData | None:
     place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
     heldout = PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None
     chosen = choose_conversations(config, training, heldout)
-    return prepared_data(training, chosen.training_ids, heldout or training, chosen.heldout_ids)
+    return prepared_data(
+        training,
+        chosen.training_ids,
+        training if heldout is None else heldout,
+        chosen.heldout_ids,
+        training.report,
+        training.meta,
+    )

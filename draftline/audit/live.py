@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,14 +17,13 @@ from torch.optim import Optimizer
 
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
-from draftline.data.dataset import PreparedDataset
 from draftline.draft.attention import attention_class
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows
 from draftline.engine.replicas import frozen_target
 from draftline.evaluate import acceptance, generate
 from draftline.export import zlab
-from draftline.records import StepMetrics
+from draftline.records import Sample, StepMetrics
 from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target
 from draftline.train import checkpoint, drafter, optim
@@ -33,18 +33,34 @@ _CONVERSATIONS_READ = 200
 """Conversations of each part of the data that the audit looks at, spread over all of it."""
 
 
+class Conversations(Protocol):
+    """A prepared data set, as far as the audit reads it."""
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each conversation."""
+
+    def __getitem__(self, sample_id: int) -> Sample: ...
+
+
 def prepared_data(
-    training: PreparedDataset,
+    training: Conversations,
     training_ids: NDArray[np.int64],
-    heldout: PreparedDataset,
+    heldout: Conversations,
     heldout_ids: NDArray[np.int64],
+    report: dict[str, Any] | None = None,
+    meta: dict[str, Any] | None = None,
 ) -> PreparedData:
-    """Some of the conversations that a run has chosen, and what is known about all of them."""
+    """Some of the conversations that a run has chosen, and what is known about all of them.
+
+    Args:
+        report, meta: of the prepared folder, if the conversations come from one.
+    """
     return PreparedData(
         samples=[training[int(i)] for i in _spread(training_ids)],
         heldout=[heldout[int(i)] for i in _spread(heldout_ids)],
-        report=training.report,
-        meta=training.meta,
+        report=report or {},
+        meta=meta or {},
         num_samples=len(training_ids),
         num_tokens=int(training.lengths[training_ids].sum()),
     )
