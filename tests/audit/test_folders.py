@@ -1,0 +1,49 @@
+"""Settings of a run to come, and the folder of a run, as subjects."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from draftline.audit import run_audit
+from draftline.audit.folders import audit_run_folder, subject_of_run
+from draftline.audit.live import prepared_data
+from draftline.config import load_run_config
+from draftline.errors import CheckpointError
+from tests.engine.tiny_target import tiny_samples, tiny_target
+from tests.run.small_run import SETTINGS, MemoryConversations, small_run
+
+
+def test_a_run_to_come_is_audited_with_its_own_drafter() -> None:
+    config = load_run_config(None, [*SETTINGS, "loss.decay_gamma=9"])
+    audited = subject_of_run(config, tiny_target())
+    assert audited.draft_model.config.block_size == 4
+    report = run_audit(audited, select=["DRF001", "LOS003", "DAT"])
+    assert [finding.code for finding in report.findings] == ["LOS003"]
+    assert {result.status for result in report.checks if result.code.startswith("DAT0")} == {"ok", "skipped"}
+
+
+def test_a_run_folder_is_audited_with_its_trained_weights(tmp_path: Path) -> None:
+    small_run(tmp_path / "run", "train.max_steps=5")
+    report = audit_run_folder(tmp_path / "run", tiny_target(), select=["DRF001", "DRF009", "EXP001"])
+    assert [(result.code, result.status) for result in report.checks] == [
+        ("DRF001", "ok"),
+        ("DRF009", "ok"),
+        ("EXP001", "ok"),
+    ]
+
+
+def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is no run folder: it has no checkpoint; name one written by"):
+        audit_run_folder(tmp_path)
+
+
+def test_conversations_are_taken_from_all_of_the_data() -> None:
+    conversations = MemoryConversations(tiny_samples(24, seed=5) * 20)
+    ids = np.arange(480)
+    found = prepared_data(conversations, ids, conversations, ids[:3])
+    assert (len(found.samples), len(found.heldout), found.num_samples) == (200, 3, 480)
+    assert found.num_tokens == conversations.lengths.sum()
+    assert len(found.samples[-1]) == conversations.lengths[479]
