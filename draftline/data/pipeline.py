@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,8 @@ from typing import Any, Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.cache import tokenizer_hash
-from draftline.data.conversations import Conversation, Message, hash_json
+from draftline.data.checks import check_answers, settle_roles, special_pattern
+from draftline.data.conversations import Conversation, hash_json
 from draftline.data.formatted import check_tokens, render_text
 from draftline.data.heldout import HeldoutPrompts
 from draftline.data.readers import read_rows, total_bytes
@@ -102,7 +102,7 @@ class Preparation:
         self._sources: list[str] = state.get("sources", [])
         self._max_id: int = state.get("max_id", -1)
         self._seen_rows, self._seen_answers = writer.seen(SEEN_ROWS), writer.seen(SEEN_ANSWERS)
-        self._special = _special_pattern(tokenizer)
+        self._special = special_pattern(tokenizer)
         self.saved_rows = self.accounting.rows_in
         self.first_refusal = ""
 
@@ -157,9 +157,9 @@ class Preparation:
             return _Item(raw, Unusable("duplicate"))
         parsed = parse_row(raw.value, strip_images=self.options.strip_images)
         if isinstance(parsed, Chat):
-            parsed = _settle_roles(self.template, parsed)
+            parsed = settle_roles(self.template, parsed)
         if isinstance(parsed, Chat):
-            parsed = _check_answers(parsed, answered_later=self._answerer is not None)
+            parsed = check_answers(parsed, answered_later=self._answerer is not None)
         return _Item(raw, parsed)
 
     def _answer(self, items: list[_Item]) -> list[_Item]:
@@ -169,7 +169,7 @@ class Preparation:
         chats = [item for item in items if isinstance(item.parsed, Chat)]
         answered = iter(self._answerer([item.parsed.conversation for item in chats if isinstance(item.parsed, Chat)]))
         return [
-            replace(item, parsed=_check_answers(Chat(next(answered), item.parsed.notes), answered_later=False))
+            replace(item, parsed=check_answers(Chat(next(answered), item.parsed.notes), answered_later=False))
             if isinstance(item.parsed, Chat)
             else item
             for item in items
@@ -281,38 +281,3 @@ class Preparation:
             "duplicate_share": duplicates / counts["rows_in"],
             "heldout_prompts": len(self.heldout.hashes),
         }
-
-
-def _settle_roles(template: ChatTemplate, chat: Chat) -> ParsedRow:
-    """Give every message a role that the template has: `developer` speaks as the system where it lacks it."""
-    if all(message.role in ("system", "user", "assistant", "tool") for message in chat.conversation.messages):
-        return chat
-    messages: list[Message] = []
-    for message in chat.conversation.messages:
-        role = message.role
-        if role not in ("system", "user", "assistant", "tool") and not template.knows_role(role):
-            if role not in ("developer", "ipython"):
-                return Unusable(f"unknown_role: {role[:40]}")
-            role = "system" if role == "developer" else "tool"
-        messages.append(message.model_copy(update={"role": role}))
-    return Chat(chat.conversation.model_copy(update={"messages": tuple(messages)}), chat.notes)
-
-
-def _check_answers(chat: Chat, *, answered_later: bool) -> Chat | Unusable:
-    messages = chat.conversation.messages
-    if not messages:
-        return Unusable("empty")
-    if answered_later:
-        return chat if any(message.role == "user" for message in messages) else Unusable("no_user")
-    answers = [message for message in messages if message.role == "assistant"]
-    if not answers:
-        return Unusable("no_assistant")
-    if not any(message.content or message.reasoning_content or message.tool_calls for message in answers):
-        return Unusable("all_answers_empty")
-    return chat
-
-
-def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
-    """Matches the text of any token that the tokenizer treats as special; None if it has none."""
-    texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
-    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))) if texts else None

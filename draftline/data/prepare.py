@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.cache import dataset_key
-from draftline.data.dataset import META_FILE, TOKENIZER_KEY, PreparedDataset
+from draftline.data.dataset import TOKENIZER_KEY, PreparedDataset
 from draftline.data.pipeline import Answerer, Preparation, PrepareOptions, Progress
 from draftline.data.readers import resolve_sources
 from draftline.data.report import refuse_bad_data
-from draftline.data.writer import OWN_FILES, DatasetWriter
+from draftline.data.writer import DatasetWriter, discard_partial, is_own_folder
 from draftline.errors import DataError, Interrupted, TemplateError
+from draftline.storage import storage_errors
 
 
 def prepare(
@@ -32,36 +34,60 @@ def prepare(
     stopped when it is repeated. With an `answerer`, its answers replace those of the data.
 
     Raises:
-        DataError: no row can be used, too many are unreadable, or (`strict`) any is dropped.
+        DataError: no row can be used, too many are unreadable, (`strict`) any is dropped, or `out` holds something else.
+        StorageError: the disk is full or refuses; what was done is kept.
         Interrupted: Ctrl-C; what was done is kept.
     """
     sources = resolve_sources(data)
     key = dataset_key(tokenizer, sources, asdict(options), answerer.identity() if answerer else None)
-    if (out / META_FILE).exists():
-        done = PreparedDataset.open(out)
-        if done.meta["key"] == key:
-            return done.report
-    elif out.is_dir() and any(out.iterdir()) and not _may_replace(out):
-        raise DataError(f"{out} is not empty and holds no prepared data; give a new folder with --out")
-    writer = DatasetWriter(out, key)
-    preparation = Preparation(tokenizer, options, answerer, writer)
+    done = _finished_report(out, key)
+    if done is not None:
+        discard_partial(out)
+        return done
+    try:
+        with closing(DatasetWriter(out, key)) as writer:
+            preparation = Preparation(tokenizer, options, answerer, writer)
+            _go_through(preparation, sources, progress)
+    except DataError:
+        discard_partial(out)
+        raise
+    report = preparation.report()
+    with storage_errors(out / TOKENIZER_KEY):
+        tokenizer.save_pretrained(out / TOKENIZER_KEY)
+    writer.complete(preparation.heldout, {"key": key, TOKENIZER_KEY: TOKENIZER_KEY, **preparation.meta()}, report)
+    return report
+
+
+def _go_through(preparation: Preparation, sources: Sequence[str | Path], progress: Progress | None) -> None:
+    """Run to the end of the data, and refuse data that is not fit to be trained on."""
     try:
         preparation.run(sources, progress)
     except KeyboardInterrupt as interrupt:
         raise Interrupted(
             f"stopped after {preparation.saved_rows} rows; they are kept, and the same command goes on from there"
         ) from interrupt
-    finally:
-        writer.close()
     if preparation.accounting.rows_out == 0 and preparation.first_refusal:
         raise TemplateError(preparation.first_refusal)
+    options = preparation.options
     refuse_bad_data(preparation.accounting, strict=options.strict, max_unreadable=options.max_unreadable)
-    report = preparation.report()
-    tokenizer.save_pretrained(out / TOKENIZER_KEY)
-    writer.complete(preparation.heldout, {"key": key, TOKENIZER_KEY: TOKENIZER_KEY, **preparation.meta()}, report)
-    return report
 
 
-def _may_replace(out: Path) -> bool:
-    """Whether a folder holds nothing but what an earlier or interrupted `prepare` left."""
-    return all(path.name in OWN_FILES for path in out.iterdir())
+def _finished_report(out: Path, key: str) -> dict[str, Any] | None:
+    """The report of an earlier call with this key; None if `out` may be written.
+
+    A data set of another format, which no command can read, may be replaced.
+    """
+    if not out.is_dir() or not any(out.iterdir()):
+        return None
+    if not is_own_folder(out):
+        raise DataError(f"{out} is not empty and holds no prepared data; give a new folder with --out")
+    try:
+        done = PreparedDataset.open(out)
+    except DataError:
+        return None
+    if done.meta["key"] != key:
+        raise DataError(
+            f"{out} holds data that was prepared from other files, with other options or by another version; "
+            "delete it, or give a new folder with --out"
+        )
+    return done.report

@@ -109,7 +109,7 @@ class ChatTemplate:
         a dictionary shows up in the rendering.
         """
         call = {"type": "function", "function": {"name": "f", "arguments": {"qzarg": "qzvalue"}}}
-        messages = [
+        messages: list[dict[str, Any]] = [
             {"role": "user", "content": "q"},
             {"role": "assistant", "content": "", "tool_calls": [call | {"id": "call00000"}]},
         ]
@@ -157,7 +157,7 @@ class ChatTemplate:
     def _render(
         self,
         messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None,
+        tools: list[Any] | None,
         options: dict[str, Any],
         *,
         ask: bool = False,
@@ -169,7 +169,7 @@ class ChatTemplate:
             return Rendering(str(text))
         # The spans behind `apply_chat_template(return_assistant_tokens_mask=True)`, in characters: one span a turn,
         # where the public call gives one mask for all turns.
-        texts, spans = render_jinja_template(
+        rendered: Any = render_jinja_template(
             conversations=[messages],
             tools=tools,
             chat_template=self.select(with_tools=tools is not None),
@@ -177,6 +177,7 @@ class ChatTemplate:
             add_generation_prompt=ask,
             **{**self.tokenizer.special_tokens_map, **options},
         )
+        texts, spans = rendered
         return Rendering(texts[0], tuple((start, end) for start, end in spans[0]))
 
     def turn_ends(self, conversation: Conversation) -> TurnEnds:
@@ -223,14 +224,14 @@ class ChatTemplate:
         whole = self.render(chat, conversation).text
         pieces, at = [], 0
         for turn, message in enumerate(chat):
-            wrapped = [
+            first, second = (
                 self.render(
                     [*chat[:turn], {**message, "content": letter + message["content"] + letter}, *chat[turn + 1 :]],
                     conversation,
                 ).text
                 for letter in WRAPPERS
-            ]
-            place = place_between(*wrapped, whole)
+            )
+            place = place_between(first, second, whole)
             if place is None or place[0] < at:
                 return None
             pieces.append(whole[at : place[0]])

