@@ -6,11 +6,13 @@ within one folder is atomic. Whatever the operating system refuses becomes a one
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -18,6 +20,38 @@ from draftline.errors import StorageError
 
 TEMPORARY_PREFIX = ".unfinished-"
 """Names that a crash may leave behind; they are never read, and removed by `remove_leftovers`."""
+
+
+def check_unused(path: Path) -> None:
+    """Refuse a place for a new folder that is in use, before anything expensive happens.
+
+    Raises:
+        StorageError: it holds something, is a file, or is the current folder, which cannot be replaced.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise StorageError(f"{path} is not empty: delete it, or name another folder")
+    if path.resolve() == Path.cwd():
+        raise StorageError(f"{path} is the current folder, which cannot be replaced: name a new folder")
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a file that could not be written, before anything expensive happens; an older file may be replaced.
+
+    Raises:
+        StorageError: it is a folder, or no file can be made there.
+    """
+    place = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+        raise StorageError(f"{path} cannot be written: name a file in a folder of yours")
+
+
+def without_nan(value: Any) -> Any:
+    """JSON has no NaN: None says that there was nothing to divide by. Dictionaries and lists are copied."""
+    if isinstance(value, dict):
+        return {key: without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager
@@ -32,13 +66,14 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write or replace one text file.
+    """Write or replace one text file; its folder is made if need be.
 
     Raises:
         StorageError: the disk is full or refuses; an older file of that name is intact.
     """
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_text(text, encoding="utf-8")
             _sync(temporary)
@@ -56,6 +91,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         StorageError: the disk is full or refuses; no trace is left.
     """
+    path = path.absolute()
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     with storage_errors(path):
         remove_folder(temporary)
@@ -70,6 +106,13 @@ def new_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
         _sync(path.parent)
+
+
+def move(source: Path, destination: Path) -> None:
+    """Rename within one file system, replacing a file of that name; on the disk when this returns."""
+    with storage_errors(destination):
+        source.replace(destination)
+        _sync(destination.parent)
 
 
 def point_link(link: Path, target: Path) -> None:

@@ -34,7 +34,7 @@ def prepare(
     stopped when it is repeated. With an `answerer`, its answers replace those of the data.
 
     Raises:
-        DataError: no row can be used, too many are unreadable, (`strict`) any is dropped, or `out` holds something else.
+        DataError: no row can be used, too many are unreadable, (`strict`) any is dropped, or `out` holds other data.
         StorageError: the disk is full or refuses; what was done is kept.
         Interrupted: Ctrl-C; what was done is kept.
     """

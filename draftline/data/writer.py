@@ -1,6 +1,6 @@
 """Writes a prepared data set so that nothing done is lost and nothing half done is taken for complete.
 
-Samples are appended to flat files in `OUT/partial`; every few seconds the files are synced and a state is written beside
+Samples are appended to flat files in `OUT/partial`; every few seconds they are synced and a state is written beside
 them. Going on after an interruption means to cut the files back to that state. At the end everything else is written
 there too, so that a full disk costs nothing; then the state is deleted and all files are renamed into OUT, `meta.json`,
 without which OUT counts as incomplete, last. Killed during these renames, a run starts over instead of going on.

@@ -79,9 +79,8 @@ def test_failure_at_any_file_operation_and_again(
         faults.watch(out, number, fault)
         try:
             attempt(out.name)
-        except (Killed, StorageError) as error:
-            assert isinstance(error, Killed if fault is Killed else StorageError)
-            assert "\n" not in str(error)
+        except Killed if fault is Killed else StorageError:
+            pass
         finally:
             faults.folder = ""
         if not faults.failed:
