@@ -13,12 +13,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from draftline.data.conversations import FinishReason, Message, ToolCall, hash_json
 from draftline.errors import DataError
+from draftline.storage import storage_errors
 
 
 class Answer(BaseModel):
@@ -53,14 +54,14 @@ class AnswerStore:
     """The answers known so far, in memory and in an append-only file.
 
     Each answer is flushed to the operating system when it is added, so that killing the process loses nothing that
-    was added. A line that a crash cut short is taken off the end of the file when it is opened.
+    was added. The file is touched by the first answer: then it is made, or a line that a crash cut short is taken off
+    its end.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._answers = _read_answers(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._answers, self._whole = _read_answers(path)
+        self._file: TextIO | None = None
 
     def __len__(self) -> int:
         return len(self._answers)
@@ -71,15 +72,25 @@ class AnswerStore:
 
     def add(self, answer: Answer) -> None:
         """Keep an answer; on disk when this returns."""
+        with storage_errors(self.path):
+            file = self._file = self._file or self._open()
+            file.write(answer.model_dump_json(exclude_defaults=True) + "\n")
+            file.flush()
         self._answers[answer.key] = answer
-        self._file.write(answer.model_dump_json(exclude_defaults=True) + "\n")
-        self._file.flush()
+
+    def _open(self) -> TextIO:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        file = self.path.open("a", encoding="utf-8")
+        file.truncate(self._whole)
+        return file
 
     def close(self) -> None:
         """Sync the file and close it."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
+        if self._file is None:
+            return
+        with storage_errors(self.path), self._file as file:
+            file.flush()
+            os.fsync(file.fileno())
 
     def __enter__(self) -> AnswerStore:
         return self
@@ -88,13 +99,12 @@ class AnswerStore:
         self.close()
 
 
-def _read_answers(path: Path) -> dict[str, Answer]:
+def _read_answers(path: Path) -> tuple[dict[str, Answer], int]:
+    """The answers of a file, and the bytes of its whole lines."""
     if not path.exists():
-        return {}
+        return {}, 0
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
-    if len(whole) < len(content):
-        os.truncate(path, len(whole))
     answers = {}
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
@@ -105,4 +115,4 @@ def _read_answers(path: Path) -> dict[str, Answer]:
                 "delete that line, or the file to answer everything again"
             ) from error
         answers[answer.key] = answer
-    return answers
+    return answers, len(whole)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from draftline.data.answers import Answer
 from draftline.data.conversations import Conversation, Message
+from draftline.data.rows import Unusable
 
 
 def answer_slots(conversation: Conversation) -> list[tuple[Message, ...]]:
@@ -41,11 +42,12 @@ class Dialogue:
         self._slots = answer_slots(conversation)
         self._history: list[Message] = []
         self._answered = 0
+        self._dropped: Unusable | None = None
 
     @property
     def done(self) -> bool:
         """Whether nothing is left to answer."""
-        if self._answered == len(self._slots):
+        if self._dropped is not None or self._answered == len(self._slots):
             return True
         last = self._history[-1] if self._history else None
         if last is None:
@@ -68,6 +70,12 @@ class Dialogue:
         self._history += [*self._slots[self._answered], answer.as_message()]
         self._answered += 1
 
-    def result(self) -> Conversation:
-        """The regenerated conversation, up to its last answer."""
+    def drop(self, reason: str) -> None:
+        """Give up: the target cannot be asked for the next answer."""
+        self._dropped = Unusable(reason)
+
+    def result(self) -> Conversation | Unusable:
+        """The regenerated conversation, up to its last answer, or why it was given up."""
+        if self._dropped is not None:
+            return self._dropped
         return self._conversation.model_copy(update={"messages": tuple(self._history)})

@@ -38,8 +38,8 @@ Progress = Callable[[int, int | None, int, int], None]
 class Answerer(Protocol):
     """Lets the target answer conversations."""
 
-    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-        """The conversations with the target's own answers, in the order given."""
+    def __call__(self, conversations: Sequence[Conversation]) -> Sequence[Conversation | Unusable]:
+        """The conversations with the target's own answers, in the order given, or why one cannot be answered."""
 
     def identity(self) -> dict[str, Any]:
         """What determines the answers, for the key of the prepared data."""
@@ -169,11 +169,16 @@ class Preparation:
         chats = [item for item in items if isinstance(item.parsed, Chat)]
         answered = iter(self._answerer([item.parsed.conversation for item in chats if isinstance(item.parsed, Chat)]))
         return [
-            replace(item, parsed=check_answers(Chat(next(answered), item.parsed.notes), answered_later=False))
+            replace(item, parsed=self._check_answered(next(answered), item.parsed.notes))
             if isinstance(item.parsed, Chat)
             else item
             for item in items
         ]
+
+    def _check_answered(self, answered: Conversation | Unusable, notes: tuple[str, ...]) -> Chat | Unusable:
+        if isinstance(answered, Unusable):
+            return Unusable(self._refusal_reason(answered.reason))
+        return check_answers(Chat(answered, notes), answered_later=False)
 
     def _render(
         self, parsed: ParsedRow, rendered: Iterator[RenderedConversation | Refusal]
@@ -194,7 +199,7 @@ class Preparation:
         reason = message[:160]
         known = self.accounting.dropped.reasons
         full = sum(name.startswith("template_refused") for name in known) >= _REFUSAL_REASONS
-        return reason if reason in known or not full else "template_refused"
+        return "template_refused" if full and reason.startswith("template_refused") and reason not in known else reason
 
     def _cut(self, result: RenderedConversation) -> RenderedConversation | Unusable:
         """Cut to `max_length`; the supervised tokens are counted after that."""

@@ -21,6 +21,9 @@ from draftline.data.answers import Answer, AnswerStore, answer_key
 from draftline.data.conversations import Conversation
 from draftline.data.dialogue import Dialogue
 from draftline.data.parse_answer import parse_answer
+from draftline.data.rows import Unusable
+from draftline.data.template import TEMPLATE_FAULTS, Refused
+from draftline.errors import TemplateError
 
 Progress = Callable[[int, int], None]
 """Called with answered turns and all turns."""
@@ -55,7 +58,7 @@ class TargetAnswers:
     settings: GenerationSettings
     progress: Progress | None = None
 
-    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
         """The conversations with the target's own answers, in the order given."""
         return generate_answers(
             self.model, self.tokenizer, conversations, self.store, self.settings, progress=self.progress
@@ -77,10 +80,11 @@ def generate_answers(
     store: AnswerStore,
     settings: GenerationSettings,
     progress: Progress | None = None,
-) -> list[Conversation]:
+) -> list[Conversation | Unusable]:
     """Answer every conversation with `model`, and return them in the order given.
 
-    Answers that the store has are taken from it. Costs one prefill and at most `max_new_tokens` forwards a batch.
+    One that the template refuses, or that fills the target's context, is `Unusable` with its reason. Answers that the
+    store has are taken from it. Costs one prefill and at most `max_new_tokens` forwards a batch.
     """
     fingerprint = weights_fingerprint(model)
     stop_ids = stop_token_ids(model, tokenizer)
@@ -96,7 +100,14 @@ def generate_answers(
         for dialogue in dialogues:
             if dialogue.done:
                 continue
-            prompt_ids = render_prompt(tokenizer, dialogue.prompt(), settings.template_options)
+            try:
+                prompt_ids = _render_prompt(tokenizer, dialogue.prompt(), settings.template_options)
+            except Refused as refused:
+                dialogue.drop(f"template_refused: {refused}")
+                continue
+            if len(prompt_ids) >= context_limit(model):
+                dialogue.drop("prompt_fills_context")
+                continue
             key = answer_key(prompt_ids, settings.identity(), fingerprint)
             known = store.get(key)
             if known is None:
@@ -125,8 +136,10 @@ def generate_batch(
     """Greedy answers of one batch, each yielded as `(row, output ids with the stop token)` when it ends.
 
     The prompts are padded on the left, so that all rows write their next token into the same column; positions are
-    counted from each row's first real token. Rows that ended are taken out of the cache.
+    counted from each row's first real token. Rows that ended are taken out of the cache. An answer ends where the
+    target's context does.
     """
+    budgets = [min(max_new_tokens, context_limit(model) - len(prompt)) for prompt in prompts]
     longest = max(len(prompt) for prompt in prompts)
     # The value of a padding id does not matter: it is masked everywhere.
     ids_BS = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
@@ -135,7 +148,7 @@ def generate_batch(
     rows = list(range(len(prompts)))
     outputs: list[list[int]] = [[] for _ in prompts]
     cache = None
-    for _ in range(max_new_tokens):
+    for _ in range(max(budgets)):
         step = model(
             input_ids=ids_BS,
             attention_mask=mask_BS,
@@ -149,7 +162,7 @@ def generate_batch(
         going = []
         for place, (row, token) in enumerate(zip(rows, next_B.tolist(), strict=True)):
             outputs[row].append(token)
-            if token in stop_ids or len(outputs[row]) == max_new_tokens:
+            if token in stop_ids or len(outputs[row]) == budgets[row]:
                 yield row, outputs[row]
             else:
                 going.append(place)
@@ -191,16 +204,40 @@ def make_answer(
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, conversation: Conversation, template_options: dict[str, Any]
 ) -> list[int]:
-    """Token ids of the conversation with the opening of an answer after it."""
-    rendered: Any = tokenizer.apply_chat_template(
-        conversation.for_template(),
-        tools=list(conversation.tools) or None,
-        add_generation_prompt=True,
-        tokenize=True,
-        return_dict=True,
-        **{**template_options, **conversation.template_options},
-    )
+    """Token ids of the conversation with the opening of an answer after it.
+
+    Raises:
+        TemplateError: the chat template takes no such conversation.
+    """
+    try:
+        return _render_prompt(tokenizer, conversation, template_options)
+    except Refused as refused:
+        roles = ", ".join(message.role for message in conversation.messages)
+        raise TemplateError(
+            f"the target's chat template refuses the roles {roles} ({refused}): change the conversation"
+        ) from refused
+
+
+def _render_prompt(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, template_options: dict[str, Any]
+) -> list[int]:
+    try:
+        rendered: Any = tokenizer.apply_chat_template(
+            conversation.for_template(),
+            tools=list(conversation.tools) or None,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=True,
+            **{**template_options, **conversation.template_options},
+        )
+    except TEMPLATE_FAULTS as error:
+        raise Refused(" ".join(str(error).split()) or type(error).__name__) from error
     return list(rendered["input_ids"])
+
+
+def context_limit(model: PreTrainedModel) -> int:
+    """Most tokens that a prompt and its answer may have together."""
+    return int(model.config.get_text_config().max_position_embeddings)
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -19,6 +19,7 @@ from draftline.data.answers import Answer, AnswerStore, answer_key
 from draftline.data.conversations import Conversation, dump_arguments
 from draftline.data.dialogue import Dialogue
 from draftline.data.messages import BadRow, parse_call
+from draftline.data.rows import Unusable
 from draftline.errors import PipelineError
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -78,14 +79,14 @@ class ServerAnswers:
         """What determines the answers."""
         return self.settings.identity()
 
-    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
         """The conversations with the target's own answers, in the order given.
 
         Raises `PipelineError` when a request keeps failing; everything answered by then is stored.
         """
         return asyncio.run(self._answer_all(conversations))
 
-    async def _answer_all(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+    async def _answer_all(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
         settings = self.settings
         headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         dialogues = [Dialogue(conversation) for conversation in conversations]

@@ -62,9 +62,9 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("fault", [Killed, OSError])
+@pytest.mark.parametrize(("fault", "raised"), [(Killed, Killed), (OSError, StorageError)])
 def test_failure_at_any_file_operation_and_again(
-    tmp_path: Path, faults: FileFaults, fault: type[BaseException]
+    tmp_path: Path, faults: FileFaults, fault: type[BaseException], raised: type[BaseException]
 ) -> None:
     data, tokenizer = write(tmp_path / "data.jsonl", ROWS), make_tokenizer(CHATML)
 
@@ -79,7 +79,7 @@ def test_failure_at_any_file_operation_and_again(
         faults.watch(out, number, fault)
         try:
             attempt(out.name)
-        except Killed if fault is Killed else StorageError:
+        except raised:
             pass
         finally:
             faults.folder = ""
