@@ -18,8 +18,8 @@ from draftline.records import Sample
 _LOW_AGREEMENT = 0.8
 """Below this share of answer tokens that the target would have written itself, its own answers teach much more."""
 
-_ROWS_READ = 16
-"""Conversations run through the target to measure agreement."""
+_ROWS_READ, _TOKENS_READ = 16, 512
+"""Conversations that are run through the target to measure agreement, and tokens of each."""
 
 
 @check("DAT001", "a packed row is not its conversations one after another", needs=("TGT001",))
@@ -100,9 +100,9 @@ def answer_ends(probe: Probe) -> Problem | None:
 def own_answers(probe: Probe) -> Problem | None:
     agree = counted = 0
     for sample in _data(probe).samples[:_ROWS_READ]:
-        next_ids = target_forward(probe.subject.target, sample.input_ids).next_ids.cpu()
-        places = sample.loss_mask[1:]
-        agree += int(((next_ids[:-1] == sample.input_ids[1:]) & places).sum())
+        ids, places = sample.input_ids[:_TOKENS_READ], sample.loss_mask[1:_TOKENS_READ]
+        next_ids = target_forward(probe.subject.target, ids).next_ids.cpu()
+        agree += int(((next_ids[:-1] == ids[1:]) & places).sum())
         counted += int(places.sum())
     if not counted:
         raise NotApplicable("nothing is supervised")
