@@ -18,8 +18,8 @@ class HeldoutPrompts:
 
     def __init__(self, count: int, state: list[list[Any]] | None = None) -> None:
         self._count = count
-        # A heap of (-hash, turns), so that the largest of the kept hashes is at its head.
-        self._heap: list[tuple[int, list[str]]] = [(entry[0], entry[1]) for entry in state or []]
+        # A heap of (-hash, prompt), so that the largest of the kept hashes, which all differ, is at its head.
+        self._heap: list[tuple[int, dict[str, Any]]] = [(entry[0], entry[1]) for entry in state or []]
         heapq.heapify(self._heap)
         self._hashes = {-entry[0] for entry in self._heap}
 
@@ -31,13 +31,12 @@ class HeldoutPrompts:
             if prompt_hash > -self._heap[0][0]:
                 return
             self._hashes.remove(-heapq.heappop(self._heap)[0])
-        turns = [message.content for message in conversation.messages if message.role == "user"]
-        heapq.heappush(self._heap, (-prompt_hash, turns))
+        heapq.heappush(self._heap, (-prompt_hash, _as_prompt(conversation)))
         self._hashes.add(prompt_hash)
 
     def as_state(self) -> list[list[Any]]:
         """Everything, to be given to the constructor again."""
-        return [[negative, turns] for negative, turns in self._heap]
+        return [[negative, prompt] for negative, prompt in self._heap]
 
     @property
     def hashes(self) -> list[int]:
@@ -45,7 +44,20 @@ class HeldoutPrompts:
         return sorted(self._hashes)
 
     def as_jsonl(self) -> str:
-        """The chosen prompts, one `{"turns": [...]}` a line."""
-        return "".join(
-            json.dumps({"turns": turns}, ensure_ascii=False) + "\n" for _, turns in sorted(self._heap, reverse=True)
-        )
+        """The chosen prompts, one a line, as `read_prompts` takes them."""
+        chosen = sorted(self._heap, key=lambda entry: entry[0], reverse=True)
+        return "".join(json.dumps(prompt, ensure_ascii=False) + "\n" for _, prompt in chosen)
+
+
+def _as_prompt(conversation: Conversation) -> dict[str, Any]:
+    """`{"turns": [...]}` if users alone speak; else messages, with the answers where results of tools follow them."""
+    roles = {message.role for message in conversation.messages}
+    if roles <= {"user", "assistant"} and not conversation.tools and not conversation.template_options:
+        return {"turns": [message.content for message in conversation.messages if message.role == "user"]}
+    asked = [message for message in conversation.messages if message.role != "assistant" or "tool" in roles]
+    prompt: dict[str, Any] = {"messages": [message.for_template() for message in asked]}
+    if conversation.tools:
+        prompt["tools"] = list(conversation.tools)
+    if conversation.template_options:
+        prompt["chat_template_kwargs"] = conversation.template_options
+    return prompt

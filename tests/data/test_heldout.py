@@ -1,0 +1,53 @@
+"""Held-out prompts keep everything that the target is asked with."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from draftline.data.dialogue import answer_slots
+from draftline.data.pipeline import PrepareOptions
+from draftline.data.prepare import prepare
+from draftline.data.prompts import read_prompts
+from tests.data.chat_tokenizers import THINKING, make_tokenizer
+from tests.data.test_prepare import row, write
+
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+
+
+def test_system_prompt_tools_and_options_are_kept(tmp_path: Path) -> None:
+    system, user = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "with system"}
+    yo = {"role": "assistant", "content": "yo"}
+    dialogue = [
+        {"role": "user", "content": "with a call"},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "42", "tool_call_id": "c1"},
+        yo,
+    ]
+    rows: list[dict[str, Any]] = [
+        row("plain"),
+        {"messages": [system, user, yo]},
+        {"messages": [{"role": "user", "content": "with tools"}, yo], "tools": [TOOL]},
+        {"messages": dialogue, "tools": [TOOL]},
+        {**row("with option"), "chat_template_kwargs": {"enable_thinking": False}},
+    ]
+    data = write(tmp_path / "data.jsonl", rows)
+    prepare(make_tokenizer(THINKING), [data], tmp_path / "out", PrepareOptions(heldout=5))
+    path = tmp_path / "out/heldout/prompts.jsonl"
+    written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    expected = [
+        {"turns": ["plain"]},
+        {"messages": [system, user]},
+        {"messages": [{"role": "user", "content": "with tools"}], "tools": [TOOL]},
+        {"messages": dialogue, "tools": [TOOL]},
+        {"messages": rows[4]["messages"][:1], "chat_template_kwargs": {"enable_thinking": False}},
+    ]
+    assert sorted(map(json.dumps, written)) == sorted(map(json.dumps, expected))
+
+    given = {chat.prompt_hash(): chat for chat in read_prompts([data])}
+    again = read_prompts([str(path)])
+    assert len(again) == 5
+    for chat in again:
+        original = given[chat.prompt_hash()]
+        assert (chat.tools, chat.template_options) == (original.tools, original.template_options)
+        assert answer_slots(chat) == answer_slots(original)
