@@ -28,16 +28,16 @@ _WORDS = (
     "the of answer and to in is we need number find first total each then so multiply by divide result step which "
     "cost per day weather city function return value list string print for while with small large because therefore "
     "question explain write code example text Paris seven twelve money apples hours minutes"
-).split()
+)
 
 
 def write_conversations(path: Path, size: int) -> list[list[dict[str, str]]]:
     """A file of chats with two turns and long answers, about `size` bytes; returns the chats."""
-    chooser, chats, written = random.Random(0), [], 0
+    chooser, words_of_text, chats, written = random.Random(0), _WORDS.split(), [], 0
     with path.open("w", encoding="utf-8") as file:
         while written < size:
             chat = [
-                {"role": role, "content": " ".join(chooser.choices(_WORDS, k=words)) + "."}
+                {"role": role, "content": " ".join(chooser.choices(words_of_text, k=words)) + "."}
                 for role, words in (("user", 40), ("assistant", 200), ("user", 20), ("assistant", 150))
             ]
             written += file.write(json.dumps({"messages": chat}) + "\n")
@@ -48,23 +48,37 @@ def write_conversations(path: Path, size: int) -> list[list[dict[str, str]]]:
 def throughput(tokenizer_folder: str, size: int) -> None:
     """Print megabytes of rendered text a second of both, and their ratio."""
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_folder)
-    alone, whole = float("inf"), float("inf")
+    alone, whole = _Best(), _Best()
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "data.jsonl"
         chats = write_conversations(data, size)
         texts = [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         for number in range(ROUNDS):
-            begin = time.perf_counter()
-            for start in range(0, len(texts), 512):
-                tokenizer(texts[start : start + 512], add_special_tokens=False)
-            alone = min(alone, time.perf_counter() - begin)
-            begin = time.perf_counter()
-            prepare(tokenizer, [str(data)], Path(folder) / f"out{number}", PrepareOptions())
-            whole = min(whole, time.perf_counter() - begin)
-    print(
-        f"tokenizer alone {megabytes / alone:.2f} MB/s, prepare {megabytes / whole:.2f} MB/s: ratio {alone / whole:.2f}"
-    )
+            with alone:
+                for start in range(0, len(texts), 512):
+                    tokenizer(texts[start : start + 512], add_special_tokens=False)
+            with whole:
+                prepare(tokenizer, [str(data)], Path(folder) / f"out{number}", PrepareOptions())
+    for name, of in (("elapsed", lambda best: best.elapsed), ("processor", lambda best: best.processor)):
+        print(
+            f"{name} time: tokenizer alone {megabytes / of(alone):.2f} MB/s, prepare {megabytes / of(whole):.2f} MB/s, "
+            f"ratio {of(alone) / of(whole):.2f}"
+        )
+
+
+class _Best:
+    """Shortest elapsed and processor time, seconds, of several rounds."""
+
+    def __init__(self) -> None:
+        self.elapsed = self.processor = float("inf")
+
+    def __enter__(self) -> None:
+        self._begin = time.perf_counter(), time.process_time()
+
+    def __exit__(self, *_: object) -> None:
+        self.elapsed = min(self.elapsed, time.perf_counter() - self._begin[0])
+        self.processor = min(self.processor, time.process_time() - self._begin[1])
 
 
 def memory(tokenizer_folder: str, size: int) -> None:
@@ -74,7 +88,8 @@ def memory(tokenizer_folder: str, size: int) -> None:
         command = [sys.executable, __file__, "--tokenizer", tokenizer_folder, "--peak", str(factor * size)]
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     print(
-        f"peak memory {peaks[0] / 1e6:.0f} MB for {size / 1e6:.0f} MB, {peaks[1] / 1e6:.0f} MB for {4 * size / 1e6:.0f} MB"
+        f"peak memory {peaks[0] / 1e6:.0f} MB for a file of {size / 1e6:.0f} MB, "
+        f"{peaks[1] / 1e6:.0f} MB for one of {4 * size / 1e6:.0f} MB"
     )
 
 

@@ -16,7 +16,7 @@ _BLOCK = 1 << 22
 
 
 def dataset_key(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer_identity: str,
     sources: Sequence[str | Path],
     options: dict[str, Any],
     answers: dict[str, Any] | None,
@@ -28,7 +28,7 @@ def dataset_key(
     return hash_json(
         {
             "data": [_source_hash(source) for source in sources],
-            "tokenizer": tokenizer_hash(tokenizer),
+            "tokenizer": tokenizer_identity,
             "options": options,
             "answers": answers,
             "code": _code_hash(),

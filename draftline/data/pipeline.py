@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
-from draftline.data.cache import tokenizer_hash
 from draftline.data.checks import check_answers, settle_roles, special_pattern
 from draftline.data.conversations import Conversation, hash_json
 from draftline.data.formatted import check_tokens, render_text
@@ -266,7 +265,6 @@ class Preparation:
             "sources": self._sources,
             "max_id": self._max_id,
             "vocab_size": len(tokenizer),
-            "tokenizer_hash": tokenizer_hash(tokenizer),
             "template_hash": hash_json(tokenizer.chat_template),
             "template_options": self.options.template_options,
             "max_length": self.options.max_length,

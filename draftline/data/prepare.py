@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftline.data.cache import dataset_key
+from draftline.data.cache import dataset_key, tokenizer_hash
 from draftline.data.dataset import TOKENIZER_KEY, PreparedDataset
 from draftline.data.pipeline import Answerer, Preparation, PrepareOptions, Progress
 from draftline.data.readers import resolve_sources
@@ -39,7 +39,8 @@ def prepare(
         Interrupted: Ctrl-C; what was done is kept.
     """
     sources = resolve_sources(data)
-    key = dataset_key(tokenizer, sources, asdict(options), answerer.identity() if answerer else None)
+    tokenizer_identity = tokenizer_hash(tokenizer)
+    key = dataset_key(tokenizer_identity, sources, asdict(options), answerer.identity() if answerer else None)
     done = _finished_report(out, key)
     if done is not None:
         discard_partial(out)
@@ -54,7 +55,8 @@ def prepare(
     report = preparation.report()
     with storage_errors(out / TOKENIZER_KEY):
         tokenizer.save_pretrained(out / TOKENIZER_KEY)
-    writer.complete(preparation.heldout, {"key": key, TOKENIZER_KEY: TOKENIZER_KEY, **preparation.meta()}, report)
+    meta = {"key": key, TOKENIZER_KEY: TOKENIZER_KEY, "tokenizer_hash": tokenizer_identity, **preparation.meta()}
+    writer.complete(preparation.heldout, meta, report)
     return report
 
 

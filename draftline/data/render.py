@@ -7,9 +7,10 @@ and the answer's is not supervised, because no target ever generates it there.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import numpy as np
@@ -18,6 +19,9 @@ from numpy.typing import NDArray
 from draftline.data.conversations import Conversation, Message
 from draftline.data.spans import AnswerNotFound, TurnSpan, locate_answers
 from draftline.data.template import ChatTemplate, Refused
+
+_BATCH = 64
+"""Conversations that are tokenised in one call."""
 
 Supervise = Literal["answers", "last", "all"]
 
@@ -63,23 +67,36 @@ class Refusal:
 def render_conversations(
     template: ChatTemplate, conversations: Sequence[Conversation], options: MaskOptions
 ) -> list[RenderedConversation | Refusal]:
-    """Render many conversations; one call of the tokenizer for all of them, which is several times faster than many."""
-    located: list[tuple[str, list[TurnSpan]] | Refusal] = []
-    for conversation in conversations:
-        try:
-            located.append(locate_answers(template, conversation))
-        except Refused as refused:
-            located.append(Refusal(f"template_refused: {refused}"))
-        except AnswerNotFound as error:
-            located.append(Refusal("mask_not_found", str(error)))
-    texts = [item[0] for item in located if not isinstance(item, Refusal)]
-    encodings = iter(template.encode(texts) if texts else [])
-    return [
-        item
-        if isinstance(item, Refusal)
-        else _to_tokens(item[0], next(encodings), item[1], conversation.messages, options)
-        for item, conversation in zip(located, conversations, strict=True)
-    ]
+    """Render many conversations.
+
+    The tokenizer, which needs no Python lock, works on one batch while the template renders the next.
+    """
+    results: list[RenderedConversation | Refusal] = []
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        batches = []
+        for start in range(0, len(conversations), _BATCH):
+            batch = conversations[start : start + _BATCH]
+            located = [_locate(template, conversation) for conversation in batch]
+            texts = [item[0] for item in located if not isinstance(item, Refusal)]
+            batches.append((batch, located, pool.submit(template.encode, texts)))
+        for batch, located, tokenised in batches:
+            encodings = iter(tokenised.result())
+            results += [
+                item
+                if isinstance(item, Refusal)
+                else _to_tokens(item[0], next(encodings), item[1], conversation.messages, options)
+                for item, conversation in zip(located, batch, strict=True)
+            ]
+    return results
+
+
+def _locate(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[TurnSpan]] | Refusal:
+    try:
+        return locate_answers(template, conversation)
+    except Refused as refused:
+        return Refusal(f"template_refused: {refused}")
+    except AnswerNotFound as error:
+        return Refusal("mask_not_found", str(error))
 
 
 def render_conversation(
@@ -123,11 +140,10 @@ def token_mask(offsets: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, i
 
     Some tokenizers leave a leading space out of a token's offsets; such a token begins where the one before ended.
     """
-    ends = np.array([end for _, end in offsets], dtype=np.int64)
-    starts = np.array([start for start, _ in offsets], dtype=np.int64)
+    flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int64, count=2 * len(offsets))
+    starts, ends = flat[::2].copy(), flat[1::2]
     starts[1:] = np.minimum(starts[1:], np.maximum(ends[:-1], starts[:-1]))
     mask = np.zeros(len(offsets), dtype=bool)
     for start, end in ranges:
-        first = bisect.bisect_left(starts, start)
-        mask[first:] |= (ends[first:] <= end) & (ends[first:] > start)
+        mask |= (starts >= start) & (ends <= end) & (ends > start)
     return mask

@@ -273,6 +273,8 @@ class ChatTemplate:
 
         The same call that `apply_chat_template(tokenize=True)` makes, so the ids are the template's own.
         """
+        if not texts:
+            return []
         encodings = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False).encodings
         assert encodings is not None, "a fast tokenizer returns encodings"
         return list(encodings)

@@ -39,14 +39,14 @@ from draftline.storage import (
     write_text,
 )
 
-PROMPTS_FILE = "prompts.jsonl"
+PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
 _ROWS_BIN, _STATE = "rows.bin", "state.json"
 SEEN_ROWS, SEEN_ANSWERS = "seen_rows.bin", "seen_answers.bin"
 """Hashes that recognise a row, or an answer, that occurred before."""
 _FILES = (IDS_FILE, MASK_FILE, _ROWS_BIN, SEEN_ROWS, SEEN_ANSWERS)
 _PARTIAL, _HELDOUT, _FINISHED = "partial", "heldout", "finished"
 _OWN_FILES = frozenset(
-    {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, _PARTIAL, _HELDOUT, "answers.jsonl", TOKENIZER_KEY}
+    {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, _PARTIAL, _HELDOUT, ANSWERS_FILE, TOKENIZER_KEY}
 )
 
 
