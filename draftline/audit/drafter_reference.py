@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftline.audit.reference import visible
+from draftline.audit.reference import BlockPlace, visible
 from draftline.config import DFlashConfig
 
 
@@ -185,11 +185,11 @@ def _attention(
 
 def _visible_keys(context: int, block: int, causal: bool, window: int | None) -> Tensor:
     """[P, n + P] bool, by nested loops; the block follows its context, and a slot always sees itself."""
-    common = {"anchor": context, "start": 0, "block": 0, "causal": causal, "window": window}
+    place = BlockPlace(index=0, anchor=context, start=0)
     rows = []
     for query in range(block):
-        in_context = [visible(query=query, key=key, key_block=None, **common) for key in range(context)]
-        in_block = [visible(query=query, key=key, key_block=0, **common) for key in range(block)]
+        in_context = [visible(query, key, None, place, causal, window) for key in range(context)]
+        in_block = [visible(query, key, 0, place, causal, window) for key in range(block)]
         rows.append(in_context + in_block)
     return torch.tensor(rows)
 

@@ -124,29 +124,26 @@ def naive_slots(
     return slots
 
 
-def visible(
-    *,
-    query: int,
-    key: int,
-    anchor: int,
-    start: int,
-    block: int,
-    key_block: int | None,
-    causal: bool,
-    window: int | None,
-) -> bool:
-    """Whether a query sees a key. The one place that says so in words of positions.
+@dataclass(frozen=True)
+class BlockPlace:
+    """Where one block of a row sits: its number, and row positions of its anchor and its document's first token."""
+
+    index: int
+    anchor: int
+    start: int
+
+
+def visible(query: int, key: int, key_block: int | None, place: BlockPlace, causal: bool, window: int | None) -> bool:
+    """Whether a slot sees a key. The one place that says so in words of positions.
 
     Args:
-        query: slot of the query in its block.
-        key: row position of a context key, or slot of a block's key if `key_block` is given.
-        anchor, start: of the query's block: row positions of the anchor and of its document's first token.
-        block, key_block: index of the query's block, and of the key's block if it is no context key.
+        query: slot of the query in its block, which sits at `place`.
+        key: row position of a context key, or slot of a block's key if `key_block` is the index of that block.
     """
     if key_block is None:
-        in_window = window is None or anchor + query - key < window
-        return start <= key < anchor and in_window
-    if key_block != block or (causal and key > query):
+        in_window = window is None or place.anchor + query - key < window
+        return place.start <= key < place.anchor and in_window
+    if key_block != place.index or (causal and key > query):
         return False
     return window is None or query - key < window
 

@@ -6,13 +6,12 @@ another slot.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from draftline.audit.probe import Probe, once_per_audit, perturbed
-from draftline.audit.reference import visible
+from draftline.audit.reference import BlockPlace, visible
 
 _MOVED = 1e-6
 """Relative change of an output from which on it counts as moved; slots that see nothing of a change move by 0."""
@@ -35,30 +34,36 @@ def anchors_and_starts(probe: Probe) -> list[tuple[int, int]]:
 @once_per_audit
 def context_mistakes(probe: Probe) -> list[Mistake]:
     """Slots that move, or do not, when the state at one position of the row changes."""
-    expected = _expected_context(probe)
+    expected = [_expected_context(probe, place) for place in _places(probe)]
     found: list[Mistake] = []
     with probe.shaken_weights():
         before = probe.run_drafter(probe.states)
         for position in _positions_to_try(probe):
             changed = perturbed(probe.states, [position], probe.generator(7))
             moved = _moved(probe.run_drafter(changed), before)
-            for index, (anchor, start) in enumerate(anchors_and_starts(probe)):
-                same_document = probe.row.document_ids[0, position] == probe.row.document_ids[0, anchor]
+            for place in _places(probe):
                 for slot in range(probe.block_size):
-                    wanted = expected[index][slot](position)
-                    if bool(moved[index, slot]) != wanted:
-                        found.append(
-                            Mistake(
-                                f"the state at position {position - start} of a conversation whose block starts at "
-                                f"{anchor - start}"
-                                if same_document
-                                else f"a state of another conversation, {position - anchor:+d} from the anchor",
-                                f"slot {slot} {'does not move' if wanted else 'moves'} when it changes",
-                                bool(same_document),
-                                _windowed(probe) and position < anchor - 1,
-                            )
-                        )
+                    wanted = position in expected[place.index][slot]
+                    if bool(moved[place.index, slot]) != wanted:
+                        found.append(_context_mistake(probe, place, slot, position, wanted))
     return found
+
+
+def _context_mistake(probe: Probe, place: BlockPlace, slot: int, position: int, wanted: bool) -> Mistake:
+    documents = probe.row.document_ids[0].tolist()
+    same = documents[position] == documents[place.anchor]
+    text = f"a state of another conversation, {position - place.anchor:+d} from the anchor"
+    if same:
+        text = (
+            f"the state at position {position - place.start} of a conversation whose block starts at "
+            f"{place.anchor - place.start}"
+        )
+    effect = f"slot {slot} {'does not move' if wanted else 'moves'} when it changes"
+    return Mistake(text, effect, same, _windowed(probe) and position < place.anchor - 1)
+
+
+def _places(probe: Probe) -> list[BlockPlace]:
+    return [BlockPlace(index, anchor, start) for index, (anchor, start) in enumerate(anchors_and_starts(probe))]
 
 
 def _windowed(probe: Probe) -> bool:
@@ -77,22 +82,18 @@ def _positions_to_try(probe: Probe) -> list[int]:
     return sorted(p for p in tried if 0 <= p < total)
 
 
-def _expected_context(probe: Probe) -> list[list[Callable[[int], bool]]]:
-    """Per block and slot: whether a context position reaches it through any chain of layers."""
-    view, block, total = probe.view, probe.block_size, probe.row.input_ids.shape[1]
-    table = []
-    for index, (anchor, start) in enumerate(anchors_and_starts(probe)):
-        reach: list[set[int]] = [set() for _ in range(block)]
-        for causal, width in zip(view.causal, view.windows, strict=True):
-            common = {"anchor": anchor, "start": start, "block": index, "causal": causal, "window": width}
-            now: list[set[int]] = []
-            for query in range(block):
-                direct = {k for k in range(total) if visible(query=query, key=k, key_block=None, **common)}  # type: ignore[arg-type]
-                through = [reach[k] for k in range(block) if visible(query=query, key=k, key_block=index, **common)]  # type: ignore[arg-type]
-                now.append(direct.union(reach[query], *through))
-            reach = now
-        table.append([reached.__contains__ for reached in reach])
-    return table
+def _expected_context(probe: Probe, place: BlockPlace) -> list[set[int]]:
+    """Per slot of a block, the context positions that reach it through any chain of layers."""
+    slots, total = range(probe.block_size), probe.row.input_ids.shape[1]
+    reach: list[set[int]] = [set() for _ in slots]
+    for causal, width in zip(probe.view.causal, probe.view.windows, strict=True):
+        now = []
+        for query in slots:
+            direct = {key for key in range(total) if visible(query, key, None, place, causal, width)}
+            through = [reach[key] for key in slots if visible(query, key, place.index, place, causal, width)]
+            now.append(direct.union(reach[query], *through))
+        reach = now
+    return reach
 
 
 @once_per_audit
@@ -118,14 +119,11 @@ def block_mistakes(probe: Probe) -> list[Mistake]:
 
 def _expected_block(probe: Probe) -> list[set[int]]:
     """Per slot, the slots of its own block that reach it through any chain of layers."""
-    view, block = probe.view, probe.block_size
-    reach = [{slot} for slot in range(block)]
-    for causal, width in zip(view.causal, view.windows, strict=True):
-        common = {"anchor": 0, "start": 0, "block": 0, "causal": causal, "window": width}
-        reach = [
-            reach[query].union(*(reach[k] for k in range(block) if visible(query=query, key=k, key_block=0, **common)))  # type: ignore[arg-type]
-            for query in range(block)
-        ]
+    slots, place = range(probe.block_size), BlockPlace(index=0, anchor=0, start=0)
+    reach = [{slot} for slot in slots]
+    for causal, width in zip(probe.view.causal, probe.view.windows, strict=True):
+        seen = [[key for key in slots if visible(query, key, 0, place, causal, width)] for query in slots]
+        reach = [reach[query].union(*(reach[key] for key in seen[query])) for query in slots]
     return reach
 
 

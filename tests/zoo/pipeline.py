@@ -10,6 +10,7 @@ from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
+from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -124,15 +125,21 @@ def _answers(target: Target, recipe: Recipe) -> PreparedData | None:
 
 
 @torch.no_grad()
+def _answered(target: Target, prompts: Tensor, length: int, never: list[int]) -> Tensor:
+    """[n, P + length] prompts of one length and greedy answers, without tokens that answers must not have."""
+    ids = prompts
+    for _ in range(length):
+        logits = target.model(input_ids=ids).logits[:, -1]
+        logits[:, never] = float("-inf")
+        ids = torch.cat([ids, logits.argmax(-1, keepdim=True)], dim=1)
+    return ids
+
+
 def own_answers(target: Target, count: int = 12) -> PreparedData:
     """Conversations whose answers the target wrote greedily."""
-    generator = torch.Generator().manual_seed(3)
-    samples = []
-    for index in range(count):
-        ids = torch.randint(3, MASK, (1, 8), generator=generator)
-        for _ in range(24):
-            ids = torch.cat([ids, target.model(input_ids=ids).logits[:, -1:].argmax(-1)], dim=1)
-        samples.append(Sample(index, ids[0], torch.arange(32) >= 8))
+    prompts = torch.randint(3, MASK, (count, 8), generator=torch.Generator().manual_seed(3))
+    rows = _answered(target, prompts, 24, [MASK])
+    samples = [Sample(index, ids, torch.arange(32) >= 8) for index, ids in enumerate(rows)]
     heldout = samples[count - 2 :]
     return PreparedData(samples[: count - 2], heldout, num_samples=count - 2, num_tokens=32 * (count - 2))
 
@@ -159,21 +166,21 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-@torch.no_grad()
 def chats(target: Target, count: int = 8) -> PreparedData:
     """Conversations in the template, answered by the target, each ended by the template's own token."""
     tokenizer = target.require_tokenizer()
-    samples = []
-    for index in range(count):
-        question = [{"role": "user", "content": f"Say {index}."}]
-        text = tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True)
-        prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
-        ids = prompt
-        for _ in range(14):
-            logits = target.model(input_ids=ids).logits[:, -1]
-            logits[:, :4] = float("-inf")
-            ids = torch.cat([ids, logits.argmax(-1)[None]], dim=1)
-        ids = torch.cat([ids[0], torch.tensor([tokenizer.convert_tokens_to_ids("<|im_end|>")])])
-        samples.append(Sample(index, ids, torch.arange(len(ids)) >= prompt.shape[1]))
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"Say {index}."}], tokenize=False, add_generation_prompt=True
+        )
+        for index in range(count)
+    ]
+    prompts = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
+    rows = _answered(target, prompts, 14, [*range(4), MASK])
+    end = torch.tensor([tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    samples = [
+        Sample(index, torch.cat([ids, end]), torch.arange(len(ids) + 1) >= prompts.shape[1])
+        for index, ids in enumerate(rows)
+    ]
     meta = {"template_hash": hash_json(tokenizer.chat_template), "tokenizer_hash": tokenizer_hash(tokenizer)}
     return PreparedData(samples, meta=meta, num_samples=count, num_tokens=sum(map(len, samples)))
