@@ -110,11 +110,21 @@ def prepare(
     target: TargetName,
     data: Annotated[list[str], typer.Option("--data", help="File, folder, pattern, hub data set, or - for stdin.")],
     out: Annotated[Path, typer.Option("--out", help="Folder for the prepared data.")],
+    more: Annotated[list[str] | None, typer.Argument(help="Further files, as after --data.")] = None,
     regenerate: Annotated[bool, typer.Option("--regenerate", help="The target answers the prompts itself.")] = False,
     max_length: Annotated[int, typer.Option(min=2, help="Longest conversation, tokens; longer ones are cut.")] = 3072,
     heldout: Annotated[int, typer.Option(min=0, help="Prompts kept out of training, in OUT/heldout.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest regenerated answer, tokens.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers that are regenerated at the same time.")] = 16,
+    base_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server that answers, up to /v1.")] = None,
+    model: Annotated[str | None, typer.Option(help="The target's name on that server; default as --target.")] = None,
+    supervise: Annotated[Literal["answers", "last", "all"], typer.Option(help="What is learned.")] = "answers",
+    no_reasoning: Annotated[bool, typer.Option("--no-reasoning", help="Do not learn reasoning.")] = False,
+    truncation: Annotated[Literal["right", "left"], typer.Option(help="Side that is cut.")] = "right",
+    min_supervised: Annotated[int, typer.Option(min=1, help="Fewest supervised tokens of a row.")] = 1,
+    strip_images: Annotated[bool, typer.Option("--strip-images", help="Keep rows with images, without them.")] = False,
+    split: Annotated[str, typer.Option(help="Of Hugging Face data sets.")] = "train",
+    max_unreadable: Annotated[float, typer.Option(min=0, max=1, help="Share of rows that may be unreadable.")] = 0.01,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if any row is dropped.")] = False,
     json_out: JsonOut = None,
     target_dtype: TargetDtype = "auto",
@@ -124,13 +134,29 @@ def prepare(
     """Turn conversations into token ids and loss masks, exactly as the target's chat template gives them."""
     from draftline.data.pipeline import PrepareOptions
     from draftline.data.regenerate import GenerationSettings
+    from draftline.data.render import MaskOptions
+    from draftline.data.server import ServerSettings
     from draftline.jobs import prepare_for_target
     from draftline.target.model import load_target
 
-    options = PrepareOptions(max_length=max_length, heldout=heldout, strict=strict)
-    settings = GenerationSettings(max_new_tokens=max_new_tokens, batch_size=batch_size) if regenerate else None
+    options = PrepareOptions(
+        max_length=max_length,
+        truncation=truncation,
+        mask=MaskOptions(supervise=supervise, reasoning=not no_reasoning),
+        strip_images=strip_images,
+        heldout=heldout,
+        min_supervised=min_supervised,
+        split=split,
+        strict=strict,
+        max_unreadable=max_unreadable,
+    )
+    answers: GenerationSettings | ServerSettings | None = None
+    if base_url is not None:
+        answers = ServerSettings(base_url, model or target, max_new_tokens=max_new_tokens, concurrency=batch_size)
+    elif regenerate:
+        answers = GenerationSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
     live = load_target(_target_config(target, target_dtype, device, trust_remote_code))
-    report = prepare_for_target(live, data, out, options, settings)
+    report = prepare_for_target(live, [*data, *(more or [])], out, options, answers)
     _write_json(json_out, report)
     print(json.dumps(report, indent=2, ensure_ascii=False))
 

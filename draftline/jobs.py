@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.data.prompts import read_prompts
 from draftline.data.regenerate import GenerationSettings, TargetAnswers
+from draftline.data.server import ServerAnswers, ServerSettings
+from draftline.data.writer import ANSWERS_FILE
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import StorageError
 from draftline.evaluate.benchmark import EvaluationResult, evaluate_prompts
@@ -37,9 +40,9 @@ def prepare_for_target(
     data: Sequence[str],
     out: Path,
     options: PrepareOptions,
-    regenerate: GenerationSettings | None = None,
+    regenerate: GenerationSettings | ServerSettings | None = None,
 ) -> dict[str, Any]:
-    """Prepare data for a target; with `regenerate` the target answers the prompts itself, in process.
+    """Prepare data for a target; with `regenerate` the target answers, in process or on a server.
 
     Finished answers are kept in OUT/answers.jsonl and never asked for again.
 
@@ -48,11 +51,17 @@ def prepare_for_target(
     """
     target.require_chat_template()
     tokenizer = target.require_tokenizer()
+    limit = target.config.max_position_embeddings
+    if options.max_length > limit:
+        _say(f"max_length {options.max_length} is lowered to {limit}, the most that target {target.name} reads")
+        options = replace(options, max_length=limit)
     with ExitStack() as stack:
         if regenerate is None:
             return prepare(tokenizer, data, out, options, progress=stack.enter_context(reading("rows")))
-        store = stack.enter_context(AnswerStore(out / "answers.jsonl"))
+        store = stack.enter_context(AnswerStore(out / ANSWERS_FILE))
         answered = stack.enter_context(counting("answers"))
+        if isinstance(regenerate, ServerSettings):
+            return prepare(tokenizer, data, out, options, ServerAnswers(store, regenerate, answered))
         answerer = TargetAnswers(target.model, tokenizer, store, regenerate, answered)
         return prepare(tokenizer, data, out, options, answerer)
 

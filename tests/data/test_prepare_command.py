@@ -1,0 +1,29 @@
+"""The command line of `prepare`: several files, and the cut to what the target reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftline.cli import run
+from tests.data.test_prepare import row, write
+
+
+def test_files_may_follow_one_option_or_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b, c = (write(tmp_path / f"{name}.jsonl", [row(name)]) for name in "abc")
+    words = ["prepare", "--target", "tiny", "--data", a, b, "--data", c, "--out", str(tmp_path / "out")]
+    assert run([*words, "--max-length", "4000", "--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert (report["rows_in"], report["rows_out"], report["dropped"]) == (3, 3, {})
+    assert "max_length 4000 is lowered to 2048" in capsys.readouterr().err
+    assert json.loads((tmp_path / "out" / "meta.json").read_text())["max_length"] == 2048
+
+
+def test_unreadable_share_and_supervision_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write(tmp_path / "data.jsonl", [row("a"), "{"])
+    words = ["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]
+    assert run(words) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("mend the file, or raise --max-unreadable")
+    assert run([*words, "--max-unreadable", "0.5", "--supervise", "all"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["tokens"] == report["supervised_tokens"]
