@@ -47,20 +47,20 @@ class Answer:
 
 
 class OracleDrafter(nn.Module):
-    """A drafter that is right except where told otherwise; it decodes and trains like the real one."""
+    """A drafter that errs in a known pattern, the more rarely the larger `modulus`; it has the real one's methods."""
 
-    def __init__(self, probe: Probe, answer: Answer, ever_wrong: bool = True) -> None:
+    def __init__(self, probe: Probe, answer: Answer, modulus: int = 7) -> None:
         super().__init__()
         self.config = probe.subject.draft_model.config
         self.fc = nn.Linear(1, 1, bias=False, device=probe.device)
         self.first = probe.first
         self.normed = answer.forward.normed.to(probe.device).float()
         self.spoken = answer.forward.next_ids.tolist()
-        self.ever_wrong = ever_wrong
+        self.modulus = modulus
 
     def is_right(self, anchor: int, slot: int) -> bool:
         """Whether the slot of a block at a position says what the target will say."""
-        return not self.ever_wrong or (3 * anchor + 5 * slot) % 7 > 1
+        return (3 * anchor + 5 * slot) % self.modulus > 1
 
     def new_cache(self) -> SimpleNamespace:
         """Nothing but a length."""
@@ -178,16 +178,16 @@ def independent_loop(probe: Probe) -> Problem | None:
 )
 def teacher_forced(probe: Probe) -> Problem | None:
     answer = own_answer(probe)
-    drafter = OracleDrafter(probe, answer)
-    rounds = _expected_rounds(drafter, answer)
-    decoded = (answer.length - 1) / len(rounds)
-    estimate = probe.subject.teacher_forced(drafter, [(answer.ids[:_PROMPT], answer.wanted)])  # type: ignore[arg-type]
-    if abs(estimate / decoded - 1) < 0.05:
-        return None
-    return Problem(
-        f"a drafter of known errors is estimated at {estimate:.2f} and decodes at {decoded:.2f} (both with bonus)",
-        "walk over the target's own answer: streak from the first token on, jump streak + 1, repeat",
-    )
+    for modulus in (3, 5, 7):
+        drafter = OracleDrafter(probe, answer, modulus)
+        decoded = (answer.length - 1) / len(_expected_rounds(drafter, answer))
+        estimate = probe.subject.teacher_forced(drafter, [(answer.ids[:_PROMPT], answer.wanted)])  # type: ignore[arg-type]
+        if abs(estimate / decoded - 1) > 0.05:
+            return Problem(
+                f"a drafter of known errors is estimated at {estimate:.2f} and decodes at {decoded:.2f} (with bonus)",
+                "walk over the target's own answer: streak from the first token on, jump streak + 1, repeat",
+            )
+    return None
 
 
 @check("EVL006", "the trained drafter is hardly accepted", needs=("DRF001", "EVL001", "EVL002"))

@@ -285,6 +285,10 @@ def vocabulary(probe: Probe) -> Problem | None:
 )
 def forward_equality(probe: Probe) -> Problem | None:
     found = _exported(probe)
+    heads = ("num_heads", "num_key_value_heads", "head_dim")
+    other_heads = _reading_differs(probe, heads, "write the heads of the trained drafter")
+    if other_heads is not None:
+        return other_heads
     for reading in found.readings:
         if reading.view is None:
             return Problem(f"{reading.reader} {'; '.join(reading.remarks)}", "write every key of the format")
