@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from draftline.errors import DraftlineError
+from draftline.storage import check_unused, check_writable, storage_errors, write_text
 
 if TYPE_CHECKING:
     from draftline.config import TargetConfig
@@ -32,16 +33,34 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Out = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist or be empty.")]
 TargetName = Annotated[str, typer.Option("--target", help="tiny, smollm2, a local Hugging Face folder or a hub name.")]
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-TargetDtype = Annotated[DtypeName, typer.Option("--target-dtype", help="auto: float32 on CPU, else as stored.")]
+DTYPE_HELP = "auto: float32 on CPU, else as stored."
+TargetDtype = Annotated[DtypeName, typer.Option("--target-dtype", help=DTYPE_HELP)]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the target.")]
 ReaderName = Literal["zlab", "vllm", "sglang", "llama.cpp", "speculators"]
 DraftFolder = Annotated[Path, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.")]
-JsonOut = Annotated[Path | None, typer.Option("--json", help="Also write the result as JSON to this file.")]
+
+
+def _new_folder(path: Path) -> Path:
+    check_unused(path)
+    return path
+
+
+def _new_file(path: Path | None) -> Path | None:
+    if path is not None:
+        check_writable(path)
+    return path
+
+
+Out = Annotated[
+    Path, typer.Option("--out", callback=_new_folder, help="Folder to write; it must not exist or be empty.")
+]
+JsonOut = Annotated[
+    Path | None, typer.Option("--json", callback=_new_file, help="Also write the result as JSON to this file.")
+]
 
 
 def main() -> None:
@@ -92,11 +111,12 @@ def _quiet_libraries() -> None:
 
 @app.command()
 def quickstart(
-    out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist or be empty.")] = Path(
-        "quickstart"
-    ),
+    out: Annotated[Path, typer.Option("--out", help="Folder to write, or to continue in.")] = Path("quickstart"),
 ) -> None:
-    """The whole job on the embedded target: answers, training, export, measurement; about three minutes."""
+    """The whole job on the embedded target: answers, training, export, measurement; about three minutes.
+
+    A second call goes on where the first one was interrupted.
+    """
     from rich.console import Console
 
     from draftline.evaluate.benchmark import result_table
@@ -136,8 +156,7 @@ def prepare(
     from draftline.data.regenerate import GenerationSettings
     from draftline.data.render import MaskOptions
     from draftline.data.server import ServerSettings
-    from draftline.jobs import prepare_for_target
-    from draftline.target.model import load_target
+    from draftline.jobs import prepare_data
 
     options = PrepareOptions(
         max_length=max_length,
@@ -155,10 +174,10 @@ def prepare(
         answers = ServerSettings(base_url, model or target, max_new_tokens=max_new_tokens, concurrency=batch_size)
     elif regenerate:
         answers = GenerationSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    live = load_target(_target_config(target, target_dtype, device, trust_remote_code))
-    report = prepare_for_target(live, [*data, *(more or [])], out, options, answers)
-    _write_json(json_out, report)
+    wanted = _target_config(target, target_dtype, device, trust_remote_code)
+    report = prepare_data(wanted, [*data, *(more or [])], out, options, answers)
     print(json.dumps(report, indent=2, ensure_ascii=False))
+    _write_json(json_out, report)
 
 
 @app.command()
@@ -166,7 +185,9 @@ def inspect(
     folder: Annotated[Path, typer.Argument(help="Folder that `draftline prepare` wrote.")],
     count: Annotated[int | None, typer.Option(min=1, help="Only the first conversations.")] = None,
     block_size: Annotated[int, typer.Option(min=2, help="Of the block that is drawn.")] = 8,
-    html: Annotated[Path | None, typer.Option("--html", help="Also write a page to this file.")] = None,
+    html: Annotated[
+        Path | None, typer.Option("--html", callback=_new_file, help="Also write a page to this file.")
+    ] = None,
     json_out: JsonOut = None,
 ) -> None:
     """Show conversations with their supervised tokens marked, and a block drawn."""
@@ -175,38 +196,49 @@ def inspect(
     from draftline.data.inspect import as_html, as_text, inspect_dataset
 
     views = inspect_dataset(folder, count=count, block_size=block_size)
-    _write_json(json_out, [view.as_json() for view in views])
-    if html is not None:
-        html.write_text(as_html(folder, views), encoding="utf-8")
     console = Console()
     console.print(as_text(views, color=console.is_terminal))
+    _write_json(json_out, [view.as_json() for view in views])
+    if html is not None:
+        _write_file(html, as_html(folder, views))
 
 
 @app.command()
 def train(
-    target: TargetName,
-    data: Annotated[Path, typer.Option("--data", help="Folder that `draftline prepare` wrote.")],
     out: Annotated[Path, typer.Option("--out", help="Run folder.")],
+    target: Annotated[
+        str | None, typer.Option("--target", help="tiny, smollm2, a local Hugging Face folder or a hub name.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder that `draftline prepare` wrote.")] = None,
     settings: Annotated[
         list[str] | None, typer.Argument(help="section.key=value words, see draftline/config.py.")
     ] = None,
-    recipe: Annotated[str, typer.Option("--recipe", help="published, small-model or quickstart.")] = "published",
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="published (the default), small-model or quickstart.")
+    ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")] = False,
-    target_dtype: TargetDtype = "auto",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
+    target_dtype: Annotated[DtypeName | None, typer.Option("--target-dtype", help=DTYPE_HELP)] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Of both halves: auto, cpu, cuda:1, ...")] = None,
+    trust_remote_code: Annotated[
+        bool | None, typer.Option("--trust-remote-code", help="Run code that ships with the target.")
+    ] = None,
 ) -> None:
     """Train a drafter; hidden states go from target to drafter in memory."""
-    from draftline.config import load_run_config
-    from draftline.recipes import find_recipe
+    from draftline.jobs import train_settings
     from draftline.run import train_run
 
-    words = [f"target.name={json.dumps(target)}", f"data.path={json.dumps(str(data))}"]
-    words += [f"target.dtype={target_dtype}", f"target.device={device}"]
-    words += [f"target.trust_remote_code={str(trust_remote_code).lower()}"]
-    result = train_run(load_run_config(config, [*words, *(settings or [])], find_recipe(recipe)), out, resume=resume)
-    print(json.dumps(result.to_json()))
+    flags = {
+        "target.name": target,
+        "data.path": None if data is None else str(data),
+        "target.dtype": target_dtype,
+        "target.device": device,
+        "train.device": device,
+        "target.trust_remote_code": trust_remote_code,
+    }
+    given = [f"{key}={_json(value)}" for key, value in flags.items() if value is not None]
+    wanted = train_settings(out, [*given, *(settings or [])], recipe=recipe, config=config, resume=resume)
+    print(_json(train_run(wanted, out, resume=resume).to_json()))
 
 
 @app.command()
@@ -229,8 +261,8 @@ def evaluate(
 
     live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
     result = evaluate_drafter(live, drafter, prompts, limit=limit, max_new_tokens=max_new_tokens)
-    _write_json(json_out, result.to_json())
     Console().print(result_table(result, str(draft)))
+    _write_json(json_out, result.to_json())
 
 
 @app.command()
@@ -256,9 +288,9 @@ def generate(
     text = sys.stdin.read() if prompt == "-" else prompt
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     answer = answer_prompt(live, drafter, text, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
-    _write_json(json_out, answer.to_json())
     print(answer.text)
     print(answer.counts(), file=sys.stderr)
+    _write_json(json_out, answer.to_json())
 
 
 @app.command()
@@ -278,8 +310,8 @@ def export(
 
     live = load_target(TargetConfig(name=target, trust_remote_code=trust_remote_code))
     report = export_drafter(source=source, out=out, target=live, reader=reader, dtype=dtype)
-    _write_json(json_out, report.to_json())
     print(report.command)
+    _write_json(json_out, report.to_json())
 
 
 @app.command("import")
@@ -296,8 +328,8 @@ def import_(
 
     live = None if target is None else load_target(TargetConfig(name=target))
     report = import_drafter(source=source, out=out, target=live)
-    _write_json(json_out, report.to_json())
     print(report.folder)
+    _write_json(json_out, report.to_json())
 
 
 def _target_config(name: str, dtype: DtypeName, device: str, trust_remote_code: bool) -> TargetConfig:
@@ -313,14 +345,23 @@ def _load_pair(
     device: str,
     trust_remote_code: bool,
 ) -> tuple[Target, DFlashDraftModel]:
-    from draftline.export.importing import load_drafter
+    from draftline.jobs import drafter_for
     from draftline.target.model import load_target
 
     target = load_target(_target_config(name, dtype, device, trust_remote_code))
-    return target, load_drafter(draft, target=target).draft_model.to(target.device)
+    return target, drafter_for(target, draft)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _write_json(path: Path | None, value: Any) -> None:
     if path is not None:
+        _write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write_file(path: Path, text: str) -> None:
+    with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_text(path, text)

@@ -52,7 +52,7 @@ class DataConfig(_Strict):
     heldout_fraction: float = Field(0.05, ge=0.0, lt=1.0)
     """Share of the distinct prompts kept out of training when there is no held-out folder."""
     max_length: int = Field(3072, ge=2)
-    """Longest conversation, tokens; longer ones are cut on the right."""
+    """Longest conversation, tokens; a data set with a longer one is refused (`draftline prepare --max-length` cuts)."""
 
 
 class DrafterConfig(_Strict):
@@ -126,7 +126,7 @@ class TrainConfig(_Strict):
     """Micro-batches summed before the optimiser moves."""
     attention: Literal["auto", "dense", "grouped", "flex"] = "auto"
     """`auto`: flex_attention on CUDA, grouped elsewhere. `dense` builds the whole mask: for tests."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
     """Seeds the weights, the order of the data and, with epoch and sample id, the anchors."""
     log_every: int = Field(10, ge=1)
     """Steps."""
@@ -160,7 +160,8 @@ class PipelineConfig(_Strict):
     target_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens in one forward of the target."""
     threads_per_loop: int | None = Field(None, ge=1)
-    """Intra-op threads; none: chosen from the cores and the number of loops, and shown."""
+    """Intra-op threads of every loop; none: half the cores. The number is saved and kept on resume, because the last
+    bit of a matrix product may depend on it."""
 
 
 class RunConfig(_Strict):

@@ -9,6 +9,7 @@
     ├── ExportError        a drafter cannot be written in the requested format
     ├── StorageError       the disk is full or refuses to be written
     ├── PipelineError      a loop of the pipeline failed; the cause is chained
+    │   └── UpdateError    the optimiser failed half-way, so that weights and moments are in doubt
     └── Interrupted        Ctrl-C or SIGTERM: state was saved, exit status 130
 
 The message of each is one line that names the value, the reason and the mend. The command line prints that line
@@ -54,6 +55,10 @@ class PipelineError(DraftlineError):
     """A loop of the pipeline failed; the original exception is chained as the cause."""
 
     exit_status = 1
+
+
+class UpdateError(PipelineError):
+    """The optimiser failed half-way: weights and moments are in doubt and must not be saved."""
 
 
 class Interrupted(DraftlineError):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from draftline.config import DataConfig, TargetConfig
+from draftline.config import DataConfig, RunConfig, TargetConfig, load_run_config
 from draftline.data.answers import AnswerStore
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
@@ -19,51 +18,94 @@ from draftline.data.regenerate import GenerationSettings, TargetAnswers
 from draftline.data.server import ServerAnswers, ServerSettings
 from draftline.data.writer import ANSWERS_FILE
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import StorageError
+from draftline.errors import ConfigError, StorageError
 from draftline.evaluate.benchmark import EvaluationResult, evaluate_prompts
 from draftline.export.exporting import export_drafter
-from draftline.export.zlab import load_zlab
+from draftline.export.importing import load_drafter
 from draftline.progress import counting, reading
+from draftline.recipes import find_recipe
 from draftline.recipes import quickstart as quickstart_recipe
 from draftline.run import train_run
-from draftline.storage import write_text
-from draftline.target.model import TINY_FOLDER, Target, load_target, save_target
+from draftline.storage import remove_folder, remove_leftovers, write_text
+from draftline.target.model import TINY_FOLDER, Target, load_context_limit, load_target, load_tokenizer, save_target
+from draftline.train.run_folder import saved_config
 
 QUICKSTART_HELDOUT = 40
 """Prompts of the embedded target that quickstart keeps out of training."""
 
 QUICKSTART_ANSWER_TOKENS = 160
 
+QUICKSTART_LEAVES = {"target", "data", "run", "drafter", "heldout.jsonl", "evaluate.json"}
+"""Names in a quickstart's folder."""
 
-def prepare_for_target(
-    target: Target,
+
+def prepare_data(
+    target: TargetConfig,
     data: Sequence[str],
     out: Path,
     options: PrepareOptions,
     regenerate: GenerationSettings | ServerSettings | None = None,
 ) -> dict[str, Any]:
-    """Prepare data for a target; with `regenerate` the target answers, in process or on a server.
+    """Prepare data for a target, of which only the tokenizer is loaded unless it is to answer the prompts in process.
 
-    Finished answers are kept in OUT/answers.jsonl and never asked for again.
+    Conversations are cut to what the target reads even if `options` allow more.
 
     Raises:
-        DataError, TemplateError, Interrupted: see `data.prepare.prepare`.
+        TargetError, TemplateError: the target cannot be loaded, or has no tokenizer or chat template.
+        PipelineError: the server does not answer.
+        DataError, StorageError, Interrupted: see `data.prepare.prepare`.
     """
-    target.require_chat_template()
-    tokenizer = target.require_tokenizer()
-    limit = target.config.max_position_embeddings
+    limit = load_context_limit(target)
     if options.max_length > limit:
         _say(f"max_length {options.max_length} is lowered to {limit}, the most that target {target.name} reads")
         options = replace(options, max_length=limit)
-    with ExitStack() as stack:
-        if regenerate is None:
-            return prepare(tokenizer, data, out, options, progress=stack.enter_context(reading("rows")))
-        store = stack.enter_context(AnswerStore(out / ANSWERS_FILE))
-        answered = stack.enter_context(counting("answers"))
-        if isinstance(regenerate, ServerSettings):
-            return prepare(tokenizer, data, out, options, ServerAnswers(store, regenerate, answered))
-        answerer = TargetAnswers(target.model, tokenizer, store, regenerate, answered)
+    if isinstance(regenerate, GenerationSettings):
+        return answer_and_prepare(load_target(target), data, out, options, regenerate)
+    tokenizer = load_tokenizer(target)
+    if regenerate is None:
+        with reading("rows") as on_rows:
+            return prepare(tokenizer, data, out, options, progress=on_rows)
+    with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
+        return prepare(tokenizer, data, out, options, ServerAnswers(store, regenerate, answered))
+
+
+def answer_and_prepare(
+    target: Target, data: Sequence[str], out: Path, options: PrepareOptions, settings: GenerationSettings
+) -> dict[str, Any]:
+    """Let the target answer the prompts in process, and prepare its answers.
+
+    Finished answers are kept in OUT/answers.jsonl and never asked for again. Raises as `prepare_data`.
+    """
+    target.require_chat_template()
+    tokenizer = target.require_tokenizer()
+    with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
+        answerer = TargetAnswers(target.model, tokenizer, store, settings, answered)
         return prepare(tokenizer, data, out, options, answerer)
+
+
+def train_settings(
+    out: Path, words: Sequence[str], *, recipe: str | None, config: Path | None, resume: bool
+) -> RunConfig:
+    """Settings of a run: a recipe, or on resume those of the run in `out`; then a YAML file; then words.
+
+    A recipe that is named on resume is taken, so that the command that began a run also continues it.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or nothing says what the target is.
+    """
+    saved = saved_config(out) if resume and recipe is None else None
+    if saved is None and config is None and not any(word.startswith("target.name=") for word in words):
+        raise ConfigError("nothing says what to train for: give --target, --config, or --resume with a run")
+    return load_run_config(config, words, saved or find_recipe(recipe or "published"))
+
+
+def drafter_for(target: Target, folder: Path) -> DFlashDraftModel:
+    """The drafter in any folder that is understood, checked against the target and on its device.
+
+    Raises:
+        CheckpointError, TargetError: see `export.importing.load_drafter`.
+    """
+    return load_drafter(folder, target=target).draft_model.to(target.device)
 
 
 def evaluate_drafter(
@@ -84,37 +126,41 @@ def quickstart(out: Path) -> EvaluationResult:
     """The whole job on the embedded target: answers, training, export, measurement. About three minutes on two cores.
 
     Leaves OUT/target (Hugging Face folder) and OUT/drafter (z-lab export), both float32, OUT/data, OUT/run,
-    OUT/heldout.jsonl (prompts that were not trained on) and OUT/evaluate.json.
+    OUT/heldout.jsonl (prompts that were not trained on) and OUT/evaluate.json. What an earlier call has completed is
+    not done again, except for the export and the measurement.
 
     Raises:
-        StorageError: `out` is not empty.
+        StorageError: `out` holds something else.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise StorageError(f"{out} is not empty: delete it, or name another folder with --out")
+    if out.is_dir():
+        remove_leftovers(out)
+    if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= QUICKSTART_LEAVES):
+        raise StorageError(f"{out} holds something that is no quickstart: name another folder with --out")
     recipe = quickstart_recipe()
     _say(f"1/5 target: {out / 'target'}")
-    save_target(load_target(recipe.target), out / "target")
+    if not (out / "target").exists():
+        save_target(load_target(recipe.target), out / "target")
     stored = TargetConfig(name=str(out / "target"), dtype="float32")
     target = load_target(stored)
 
     _say(f"2/5 the target answers the prompts: {out / 'data'}")
     options = PrepareOptions(heldout=QUICKSTART_HELDOUT)
     answers = GenerationSettings(max_new_tokens=QUICKSTART_ANSWER_TOKENS, batch_size=64)
-    prepare_for_target(target, [str(TINY_FOLDER / "prompts.jsonl")], out / "data", options, answers)
+    answer_and_prepare(target, [str(TINY_FOLDER / "prompts.jsonl")], out / "data", options, answers)
     heldout_prompts = (out / "data" / "heldout" / "prompts.jsonl").read_text(encoding="utf-8")
     write_text(out / "heldout.jsonl", heldout_prompts)
 
     _say(f"3/5 training: {out / 'run'}")
     data = DataConfig(path=out / "data", heldout_path=out / "data" / "heldout")
-    train_run(recipe.model_copy(update={"target": stored, "data": data}), out / "run")
+    train_run(recipe.model_copy(update={"target": stored, "data": data}), out / "run", resume=True)
 
     _say(f"4/5 export: {out / 'drafter'}")
+    remove_folder(out / "drafter")
     export_drafter(source=out / "run", out=out / "drafter", target=target, dtype="float32")
 
     _say(f"5/5 measuring on held-out prompts: {out / 'evaluate.json'}")
-    result = evaluate_drafter(
-        target, load_zlab(out / "drafter"), [out / "heldout.jsonl"], limit=None, max_new_tokens=QUICKSTART_ANSWER_TOKENS
-    )
+    drafter, prompts = drafter_for(target, out / "drafter"), [out / "heldout.jsonl"]
+    result = evaluate_drafter(target, drafter, prompts, limit=None, max_new_tokens=QUICKSTART_ANSWER_TOKENS)
     write_text(out / "evaluate.json", json.dumps(result.to_json(), indent=2) + "\n")
     return result
 

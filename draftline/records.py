@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +48,12 @@ class Sample:
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
+
+
+class Samples(Protocol):
+    """Tokenised conversations by number, as a prepared data set gives them."""
+
+    def __getitem__(self, sample_id: int) -> Sample: ...
 
 
 @dataclass(frozen=True)

@@ -20,18 +20,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftline.config import DFlashConfig, RunConfig
+from draftline.data.cache import tokenizer_hash
 from draftline.data.dataset import PreparedDataset
+from draftline.data.regenerate import weights_fingerprint
 from draftline.data.sampler import IntArray, Sampler, heldout_rows, split_heldout
 from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop
 from draftline.engine.inline import InlineEngine
 from draftline.engine.replicas import frozen_target, loop_targets
-from draftline.engine.rows import CaptureLoop, Samples, make_rows
+from draftline.engine.rows import CaptureLoop, make_rows
 from draftline.engine.signals import stop_on_signals
 from draftline.engine.threads import ThreadsEngine
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.progress import counting
-from draftline.records import Sample, StepMetrics
+from draftline.records import Sample, Samples, StepMetrics
+from draftline.storage import without_nan
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target, load_target, resolve_device
@@ -39,9 +42,15 @@ from draftline.train.checkpoint import CheckpointStore, read_checkpoint
 from draftline.train.display import open_display
 from draftline.train.drafter import Drafter
 from draftline.train.estimate import check_disk, estimate_run
-from draftline.train.log import Record, RunLog, metrics_record, without_nan
+from draftline.train.log import Record, RunLog, metrics_record
 from draftline.train.loop import DrafterTrainLoop, LoopParts
-from draftline.train.run_folder import check_run_folder, check_same_run, write_identity
+from draftline.train.run_folder import (
+    check_run_folder,
+    check_same_run,
+    check_same_target,
+    saved_config,
+    write_identity,
+)
 from draftline.train.state import TrainState
 from draftline.transfer.stage import DeviceStage, RowSource, to_device
 from draftline.transfer.statistics import PipelineStatistics
@@ -140,13 +149,18 @@ def train_run(config: RunConfig, out: Path, *, resume: bool = False) -> RunResul
     training = PreparedDataset.open(config.data.path)
     heldout_path = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
     heldout = PreparedDataset.open(heldout_path) if config.data.heldout_path or heldout_path.exists() else None
-    return train_on(config, out, choose_conversations(config, training, heldout), load_target(config.target), resume)
+    data, target = choose_conversations(config, training, heldout), load_target(config.target)
+    for prepared in (training, heldout):
+        if prepared is not None:
+            _check_tokenizer(prepared, target)
+    return train_on(config, out, data, target, resume)
 
 
 def train_on(config: RunConfig, out: Path, data: RunData, target: Target, resume: bool) -> RunResult:
-    """The same with data and target already in memory."""
-    check_run_folder(out, config, resume)
+    """The same with data and target already in memory, and a folder that `check_run_folder` has let pass."""
+    check_same_target(out, weights_fingerprint(target.model))
     _check_data_fits(data, target)
+    config = _with_threads(config, out)
     shape = resolve_drafter_config(target, config.drafter, data.training.used_token_ids())
     longest = max(int(conversations.lengths.max(initial=0)) for conversations in (data.training, data.heldout))
     estimate = estimate_run(config, shape, target.dtype.itemsize, longest)
@@ -232,9 +246,11 @@ class TrainingRun:
 
     def train(self) -> RunResult:
         """Run the loops to the end."""
-        loops, cores = self._target_devices(), available_cores()
-        threads = threads_per_loop(cores, len(loops), self._config.pipeline.threads_per_loop)
-        _say(f"{cores} core(s), {len(loops)} target loop(s): {threads} thread(s) for each of them and for the drafter")
+        loops, cores, threads = len(self._target_devices()), available_cores(), self._config.pipeline.threads_per_loop
+        assert threads is not None, "train_on settles it"
+        _say(f"{cores} core(s), {loops} target loop(s): {threads} thread(s) for each of them and for the drafter")
+        if threads > 1 and threads * (loops + 1) > cores:
+            _say("that is more threads than cores: lower pipeline.threads_per_loop if the run is slow")
         self._write_identity({"first_step": self._state.step, "cores": cores, "threads_per_loop": threads})
         with ExitStack() as stack:
             stack.enter_context(intra_op_threads(threads))
@@ -344,7 +360,8 @@ class TrainingRun:
             "rows": self._sampler.total_rows,
             "steps": self._sampler.total_steps,
         }
-        write_identity(self._folder, self._config, self._shape, data, session)
+        target = weights_fingerprint(self._target.model)
+        write_identity(self._folder, self._config, self._shape, target, data, session)
 
 
 def drafter_device(name: str) -> torch.device:
@@ -365,7 +382,32 @@ def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
     return ids[:start], ids[start:end]
 
 
+def _with_threads(config: RunConfig, out: Path) -> RunConfig:
+    """Settle the number of threads: the one wished for, else that of the run so far, else what the cores suggest."""
+    saved = saved_config(out)
+    wanted = config.pipeline.threads_per_loop or (saved.pipeline.threads_per_loop if saved is not None else None)
+    threads = threads_per_loop(available_cores(), wanted)
+    pipeline = config.pipeline.model_copy(update={"threads_per_loop": threads})
+    return config.model_copy(update={"pipeline": pipeline})
+
+
+def _check_tokenizer(prepared: PreparedDataset, target: Target) -> None:
+    """Token ids mean nothing without the tokenizer that made them, and a chat template decides where answers are."""
+    if target.tokenizer is not None and prepared.meta["tokenizer_hash"] != tokenizer_hash(target.tokenizer):
+        raise DataError(
+            f"{prepared.folder} was prepared with another tokenizer or chat template than that of {target.name}: "
+            "prepare the data with this target"
+        )
+
+
 def _check_data_fits(data: RunData, target: Target) -> None:
+    longest = max(int(conversations.lengths.max(initial=0)) for conversations in (data.training, data.heldout))
+    limit = target.config.max_position_embeddings
+    if longest > limit:
+        raise DataError(
+            f"the longest conversation has {longest} tokens, target {target.name} reads {limit}: "
+            f"prepare the data again with --max-length {limit}"
+        )
     highest = max(len(conversations.used_token_ids()) for conversations in (data.training, data.heldout)) - 1
     if highest >= target.vocab_size:
         raise DataError(

@@ -66,14 +66,13 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write or replace one text file; its folder is made if need be.
+    """Write or replace one text file.
 
     Raises:
         StorageError: the disk is full or refuses; an older file of that name is intact.
     """
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
             temporary.write_text(text, encoding="utf-8")
             _sync(temporary)

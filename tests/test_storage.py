@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from draftline.errors import StorageError
-from draftline.storage import new_folder, point_link, remove_folder, remove_leftovers, write_text
+from draftline.storage import (
+    check_unused,
+    check_writable,
+    new_folder,
+    point_link,
+    remove_folder,
+    remove_leftovers,
+    write_text,
+)
 
 
 def test_a_folder_appears_complete_or_not_at_all(tmp_path: Path) -> None:
@@ -28,6 +36,23 @@ def test_a_file_is_replaced_or_left(tmp_path: Path) -> None:
         write_text(tmp_path / "missing" / "x", "y")
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_places_are_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "x").write_text("1")
+    for used in (tmp_path, tmp_path / "x"):
+        with pytest.raises(StorageError, match="not empty"):
+            check_unused(used)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(StorageError, match="current folder"):
+        check_unused(Path("."))
+    check_unused(Path("new"))
+    for place in (tmp_path, tmp_path / "x" / "y.json"):
+        with pytest.raises(StorageError, match="cannot be written"):
+            check_writable(place)
+    check_writable(tmp_path / "x")
+    check_writable(tmp_path / "not" / "yet" / "y.json")
 
 
 def test_a_link_moves_from_one_folder_to_the_next(tmp_path: Path) -> None:

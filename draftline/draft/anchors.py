@@ -80,6 +80,13 @@ def predicted_positions(anchor_positions_A: Tensor, block_size: int, sample_from
     return anchor_positions_A[:, None] + offsets_P
 
 
+def block_input_ids(anchor_ids_A: Tensor, block_size: int, mask_token_id: int) -> Tensor:
+    """What every block starts from, [A, P]: its anchor's token, then the mask token in each slot to be predicted."""
+    block_ids_AP = torch.full((len(anchor_ids_A), block_size), mask_token_id, device=anchor_ids_A.device)
+    block_ids_AP[:, 0] = anchor_ids_A
+    return block_ids_AP
+
+
 def slot_labels(
     anchor_positions_A: Tensor, ids_S: Tensor, block_size: int, sample_from_anchor: bool, shift: int
 ) -> Tensor:

@@ -24,15 +24,13 @@ def available_cores() -> int:
     return min(allowed, torch.get_num_threads())
 
 
-def threads_per_loop(cores: int, target_loops: int, wanted: int | None) -> int:
+def threads_per_loop(cores: int, wanted: int | None) -> int:
     """Intra-op threads of each target loop and of the drafter loop.
 
-    With and without overlap the drafter loop counts as one loop more, so that a run in mode `inline` has the number,
-    and the bits, of the same run with one target loop. A wish beyond the cores is cut to what they carry.
+    Half the cores, one half for each side of the pipeline. The number of target loops does not enter, nor the mode, so
+    that runs which differ in nothing else give the same bits. A wish beyond the cores is cut to what they carry.
     """
-    share = max(1, cores // (target_loops + 1))
-    most = max(1, cores // target_loops)
-    return share if wanted is None else min(wanted, most)
+    return max(1, cores // 2) if wanted is None else min(wanted, cores)
 
 
 def set_intra_op_threads(count: int) -> None:

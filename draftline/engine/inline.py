@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from draftline.data.sampler import RowPlan
-from draftline.engine.rows import CaptureLoop, Samples, make_row
-from draftline.records import PackedBatch
+from draftline.engine.rows import CaptureLoop, make_row
+from draftline.records import PackedBatch, Samples
 from draftline.transfer.statistics import PipelineStatistics
 
 

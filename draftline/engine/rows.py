@@ -6,14 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from draftline.data.sampler import RowPlan
-from draftline.records import CapturedSample, PackedBatch, Sample
+from draftline.records import CapturedSample, PackedBatch, Sample, Samples
 from draftline.transfer.pack import pack
-
-
-class Samples(Protocol):
-    """Tokenised conversations by number, as a prepared data set gives them."""
-
-    def __getitem__(self, sample_id: int) -> Sample: ...
 
 
 class CaptureLoop(Protocol):

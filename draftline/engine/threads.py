@@ -21,8 +21,8 @@ import torch
 
 from draftline.data.sampler import RowPlan
 from draftline.engine.cores import set_intra_op_threads
-from draftline.engine.rows import CaptureLoop, Samples, make_row
-from draftline.records import PackedBatch
+from draftline.engine.rows import CaptureLoop, make_row
+from draftline.records import PackedBatch, Samples
 from draftline.transfer.queue import HiddenStatesQueue
 from draftline.transfer.stage import leave_device
 from draftline.transfer.statistics import PipelineStatistics

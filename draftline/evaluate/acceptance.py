@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftline.draft.anchors import predicted_positions, slot_labels
+from draftline.draft.anchors import block_input_ids, predicted_positions, slot_labels
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import CapturedSample, Sample
@@ -160,8 +160,7 @@ def _streaks(
     assert captured.target_ids_S is not None, "the walk captures with send = target_ids"
     target_ids_S = captured.target_ids_S.to(target.device)
 
-    block_ids_AP = torch.full((len(anchor_positions_A), block), config.mask_token_id, device=target.device)
-    block_ids_AP[:, 0] = ids_S[anchor_positions_A]
+    block_ids_AP = block_input_ids(ids_S[anchor_positions_A], block, config.mask_token_id)
     layout = BlockLayout.of_row(anchor_positions_A, torch.arange(len(ids_S), device=target.device), block)
     hidden = draft_model(states, target.embed(block_ids_AP).flatten(0, 1)[None].to(weight), layout)
     predicted_AP = target.head.logits(hidden[0].to(target.device)).argmax(-1).unflatten(0, block_ids_AP.shape)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +24,8 @@ from draftline.evaluate.acceptance import (
     describe_acceptance_length,
     teacher_forced_walk,
 )
-from draftline.evaluate.generate import Generation, generate, generate_plain, tie_gap
+from draftline.evaluate.generate import Generation, check_prompt, generate, generate_plain, tie_gap
+from draftline.storage import without_nan
 from draftline.target.model import Target
 
 Progress = Callable[[int, int], None]
@@ -66,8 +66,9 @@ class EvaluationResult:
         acceptance_rate_by_position: unconditional, one entry per drafted token.
         conditional_acceptance_rate_by_position: given that all drafted tokens before stood.
         accepted_histogram: forwards in which exactly 0, 1, .. drafted tokens stood.
-        greedy_equal: share of turns whose output is identical to plain greedy decoding.
-        differences: the turns where it is not.
+        greedy_equal: share of prompts whose outputs, in all turns, are identical to plain greedy decoding.
+        prompts: how many there were.
+        differences: the turns that are not.
         teacher_forced_acceptance_length: the walk over plain greedy outputs, from the training forward.
         tokens_per_second: output tokens over wall-clock time with the drafter, the prompt's forward included.
         baseline_tokens_per_second: the same for plain decoding.
@@ -80,6 +81,7 @@ class EvaluationResult:
     conditional_acceptance_rate_by_position: list[float]
     accepted_histogram: list[int]
     greedy_equal: float
+    prompts: int
     differences: list[Difference]
     teacher_forced_acceptance_length: float
     tokens_per_second: float
@@ -93,8 +95,8 @@ class EvaluationResult:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for JSON; what could not be measured is None, never NaN."""
-        fields = {**asdict(self), "speedup": self.speedup}
-        return {name: _without_nan(value) for name, value in fields.items()}
+        fields: dict[str, Any] = without_nan({**asdict(self), "speedup": self.speedup})
+        return fields
 
 
 @dataclass(frozen=True)
@@ -133,6 +135,7 @@ def evaluate_prompts(
     if not total:
         raise DataError('no prompt has a user turn: give a file with lines such as {"turns": ["..."]}')
     target.require_chat_template()
+    _check_prompts(target, prompts, max_new_tokens)
     # What a device or a library does only once belongs to neither of the two speeds.
     generate(target, draft_model, torch.zeros(1, 1, dtype=torch.int64), max_new_tokens=3)
     turns: list[_Turn] = []
@@ -144,6 +147,22 @@ def evaluate_prompts(
             if on_turn is not None:
                 on_turn(len(turns), total)
     return _summary(target, draft_model, turns)
+
+
+def _check_prompts(target: Target, prompts: Sequence[Conversation], max_new_tokens: int) -> None:
+    """Refuse, before the first is answered, a prompt whose first turn is too long; later turns depend on answers."""
+    tokenizer = target.require_tokenizer()
+    for number, prompt in enumerate(prompts, start=1):
+        slots = answer_slots(prompt)
+        if slots:
+            ids = render_prompt(tokenizer, prompt.model_copy(update={"messages": tuple(slots[0])}), {})
+            check_prompt(target, len(ids), max_new_tokens, f"prompt {number}, {_excerpt(slots[0])},")
+
+
+def _excerpt(messages: Sequence[Message]) -> str:
+    """The beginning of what the user says."""
+    text = " ".join(str(messages[-1].content).split())
+    return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
 def result_table(result: EvaluationResult, draft_name: str) -> Table:
@@ -159,7 +178,7 @@ def result_table(result: EvaluationResult, draft_name: str) -> Table:
     table.add_row("acceptance rate by position", by_position)
     table.add_row("the same, if all before stood", conditional)
     table.add_row("forwards with 0, 1, .. accepted", " ".join(map(str, result.accepted_histogram)))
-    table.add_row("outputs equal to plain greedy", f"{result.greedy_equal:.1%} of {len(result.per_prompt)}")
+    table.add_row("outputs equal to plain greedy", f"{result.greedy_equal:.1%} of {result.prompts}")
     table.add_row("tokens per second with drafter", f"{result.tokens_per_second:.1f}")
     table.add_row("tokens per second without", f"{result.baseline_tokens_per_second:.1f}")
     table.add_row("speed-up", f"{result.speedup:.2f}")
@@ -210,7 +229,8 @@ def _summary(target: Target, draft_model: DFlashDraftModel, turns: Sequence[_Tur
         acceptance_rate_by_position=acceptance_rate_by_position(accepted, num_drafted),
         conditional_acceptance_rate_by_position=conditional_acceptance_rate_by_position(accepted, num_drafted),
         accepted_histogram=accepted_histogram(accepted, num_drafted),
-        greedy_equal=1.0 - len(differences) / len(turns),
+        greedy_equal=1.0 - len({turns[difference.turn].prompt for difference in differences}) / len(prompts),
+        prompts=len(prompts),
         differences=differences,
         teacher_forced_acceptance_length=Acceptance.total(walks).length,
         tokens_per_second=_rate([turn.drafted for turn in turns], [turn.drafted_seconds for turn in turns]),
@@ -232,13 +252,3 @@ def _differences(target: Target, turns: Sequence[_Turn]) -> list[Difference]:
 
 def _rate(generations: Sequence[Generation], seconds: Sequence[float]) -> float:
     return sum(len(generation.output_ids) for generation in generations) / sum(seconds)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _without_nan(item) for name, item in value.items()}
-    return value

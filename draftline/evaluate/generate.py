@@ -21,6 +21,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftline.config import DFlashConfig
+from draftline.draft.anchors import block_input_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError, TargetError
 from draftline.evaluate.sampling import GREEDY, Sampling, draw, verify_greedy, verify_sampled
@@ -92,8 +94,8 @@ class BlockDrafter:
     def propose(self, anchor_id: int) -> Proposal:
         """One forward of the drafter, one of the target's head."""
         config = self._draft_model.config
-        block_ids = torch.full((1, config.block_size), config.mask_token_id, device=self._target.device)
-        block_ids[0, 0] = anchor_id
+        anchor_1 = torch.tensor([anchor_id], device=self._target.device)
+        block_ids = block_input_ids(anchor_1, config.block_size, config.mask_token_id)
         hidden = self._draft_model.draft(self._cache, self._target.embed(block_ids).to(self._weight))
         predicted = hidden[0, config.block_size - config.num_speculative_tokens :]
         logits_KV = self._target.head.logits(predicted.to(self._target.device))
@@ -144,7 +146,7 @@ def generate(
         DataError: the prompt is empty, or does not fit the target's positions with the answer.
         TargetError: the drafter was made for another target, or this target cannot be rolled back.
     """
-    check_fit(target, draft_model)
+    check_fits(draft_model.config, target)
     drafter = BlockDrafter(target, draft_model, sampling, generator)
     return decode(target, drafter, input_ids, max_new_tokens, stop_token_ids, sampling, generator)
 
@@ -173,7 +175,7 @@ def decode(
     generator: torch.Generator | None,
 ) -> Generation:
     """The loop itself; see the head of this file."""
-    _check_prompt(target, input_ids, max_new_tokens)
+    check_prompt(target, input_ids.shape[1], max_new_tokens)
     with open_target_state(target, proposer.target_layer_ids) as state:
         verified, kept_count = state.forward(input_ids.to(target.device)), input_ids.shape[1]
         answer = Generation([int(sampling.choose(verified.logits_nV[-1:], generator)[0])])
@@ -216,22 +218,21 @@ def tie_gap(target: Target, input_ids: Tensor, output_ids: list[int], other_ids:
     return index, abs(float(logits_V[output_ids[index]] - logits_V[other_ids[index]]))
 
 
-def check_fit(target: Target, draft_model: DFlashDraftModel) -> None:
-    """Refuse a drafter that was trained for a target of another shape.
+def check_fits(config: DFlashConfig, target: Target, drafter: str = "the drafter") -> None:
+    """Refuse a drafter of another target; `drafter` is what the message calls it.
 
     Raises:
-        TargetError: naming the first field that differs.
+        TargetError: hidden size, vocabulary or depth differ.
     """
-    config = draft_model.config
-    for name, drafter_value, target_value in (
-        ("vocab_size", config.vocab_size, target.vocab_size),
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
+    for what, wanted, found in (
+        ("hidden size", config.hidden_size, target.hidden_size),
+        ("vocabulary rows", config.vocab_size, target.vocab_size),
+        ("layers", config.num_target_layers, target.num_layers),
     ):
-        if drafter_value != target_value:
+        if wanted != found:
             raise TargetError(
-                f"the drafter was made for {name} {drafter_value}, but {target.name} has {target_value}: "
-                "use the target that it was trained with"
+                f"{drafter} was trained for a target with {what} {wanted}, {target.name} has {found}: "
+                "give the target it was trained for"
             )
 
 
@@ -251,15 +252,19 @@ def _cut(token_ids: list[int], budget: int, stop_token_ids: Collection[int]) -> 
     return kept[: stop + 1]
 
 
-def _check_prompt(target: Target, input_ids: Tensor, max_new_tokens: int) -> None:
+def check_prompt(target: Target, length: int, max_new_tokens: int, prompt: str = "a prompt") -> None:
+    """Refuse a prompt of `length` tokens that leaves no room for an answer; `prompt` is what the message calls it.
+
+    Raises:
+        DataError: it is empty, or does not fit the target's positions with the answer.
+    """
     if max_new_tokens < 1:
         raise DataError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
-    length = input_ids.shape[1]
     if length == 0:
-        raise DataError("the prompt has no tokens: give at least one")
+        raise DataError(f"{prompt} has no tokens: give at least one")
     limit = target.config.max_position_embeddings
     if length + max_new_tokens > limit:
         raise DataError(
-            f"a prompt of {length} tokens and {max_new_tokens} new ones exceed the {limit} positions of {target.name}: "
+            f"{prompt} of {length} tokens and {max_new_tokens} new ones exceed the {limit} positions of {target.name}: "
             "shorten the prompt or lower max_new_tokens"
         )

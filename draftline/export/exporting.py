@@ -13,12 +13,13 @@ from draftline.export.activation import FLOAT16_MAX, largest_activation
 from draftline.export.card import CardFacts, Training, model_card, readers_of
 from draftline.export.facts import Given
 from draftline.export.folder import ExportDtype
-from draftline.export.importing import LoadedDrafter, checkpoint_folder, load_drafter
+from draftline.export.importing import LoadedDrafter, load_drafter
 from draftline.export.serving import READERS, Reader, Serving, serving_command, serving_notes
 from draftline.export.speculators import export_speculators
 from draftline.export.verify import CHECKS
 from draftline.export.zlab import export_zlab
 from draftline.target.model import TINY_FOLDER, Target
+from draftline.train.checkpoint import checkpoint_folder
 
 
 @dataclass(frozen=True)

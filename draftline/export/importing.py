@@ -11,15 +11,14 @@ from torch import Tensor
 
 from draftline.config import DFlashConfig
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import CheckpointError, TargetError
+from draftline.errors import CheckpointError
+from draftline.evaluate.generate import check_fits
 from draftline.export.facts import Given, resolve
 from draftline.export.folder import DrafterFiles, ExportDtype, build_drafter, compare_with_header, read_files
 from draftline.export.formats import Format, detect, our_tensors
 from draftline.export.reading import facts_of
 from draftline.target.model import Target
-from draftline.train.checkpoint import load_draft_model
-
-_STATE_FILE = "state.json"
+from draftline.train.checkpoint import checkpoint_folder, load_draft_model
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ def load_drafter(folder: Path, given: Given | None = None, target: Target | None
         form = detect(files.tree, set(files.tensors), files.where)
         loaded = _load_files(files, form, _with_depth(given, files, form, target), target)
     if target is not None:
-        check_fits(loaded.config, target, folder)
+        check_fits(loaded.config, target, str(folder))
     return loaded
 
 
@@ -95,30 +94,6 @@ def detect_format(folder: Path) -> Format | Literal["draftline"]:
         return "draftline"
     files = read_files(folder)
     return detect(files.tree, set(files.tensors), files.where)
-
-
-def check_fits(config: DFlashConfig, target: Target, folder: Path) -> None:
-    """Refuse a drafter of another target.
-
-    Raises:
-        TargetError: hidden size, vocabulary or depth differ.
-    """
-    for what, wanted, found in (
-        ("hidden size", config.hidden_size, target.hidden_size),
-        ("vocabulary rows", config.vocab_size, target.vocab_size),
-        ("layers", config.num_target_layers, target.num_layers),
-    ):
-        if wanted != found:
-            raise TargetError(
-                f"{folder} was trained for a target with {what} {wanted}, {target.name} has {found}: "
-                "give the target it was trained for"
-            )
-
-
-def checkpoint_folder(folder: Path) -> Path | None:
-    """The checkpoint that a run of ours offers: its best, else its last; the folder itself if it is one; else None."""
-    places = (folder, folder / "best", folder / "last")
-    return next((place for place in places if (place / _STATE_FILE).is_file()), None)
 
 
 def _with_depth(given: Given, files: DrafterFiles, form: Format, target: Target | None) -> Given:

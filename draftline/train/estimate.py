@@ -76,13 +76,14 @@ def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, lon
 
 
 def check_disk(folder: Path, estimate: Estimate) -> None:
-    """Refuse to start a run whose checkpoints do not fit.
+    """Refuse to start or continue a run whose checkpoints do not fit beside what else is on the disk.
 
     Raises:
         StorageError: less is free where `folder` will be than the run needs.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    own = sum(file.stat().st_size for file in (folder / "checkpoints").glob("*/*"))
+    free = shutil.disk_usage(existing).free + own
     if free < estimate.disk_bytes:
         raise StorageError(
             f"{folder} needs {_size(estimate.disk_bytes)} for checkpoints and {_size(free)} are free: "

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from draftline.config import LossConfig
 from draftline.records import StepMetrics
-from draftline.storage import storage_errors, write_text
+from draftline.storage import storage_errors, without_nan, write_text
 from draftline.train.display import Display
 from draftline.train.state import TrainState
 from draftline.train.step import StepResult
@@ -72,7 +73,8 @@ class JsonLines:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        with storage_errors(self._path):
+            self._file.close()
 
 
 class RunLog:
@@ -133,11 +135,13 @@ class RunLog:
         self._speed.sync()
 
     def close(self) -> None:
-        self._metrics.close()
-        self._speed.close()
-        with storage_errors(Path(self._scalars.log_dir)):
-            self._scalars.close()
-        self._display.close()
+        """Close everything, also where one of the files refuses."""
+        with ExitStack() as stack:
+            stack.callback(self._display.close)
+            stack.enter_context(storage_errors(Path(self._scalars.log_dir)))
+            stack.callback(self._scalars.close)
+            stack.callback(self._speed.close)
+            stack.callback(self._metrics.close)
 
     def _write_scalars(self, record: Record, speed: Record) -> None:
         step = record["step"]
@@ -202,15 +206,6 @@ def _whole_lines(path: Path) -> list[str]:
             break
         whole.append(line)
     return whole
-
-
-def without_nan(value: Any) -> Any:
-    """JSON has no NaN: None says that there was nothing to divide by. Dictionaries and lists are copied."""
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _tag(name: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from draftline.config import TrainConfig
-from draftline.errors import Interrupted, StorageError
+from draftline.errors import Interrupted, StorageError, UpdateError
 from draftline.records import PackedBatch
 from draftline.train.log import Record, RunLog
 from draftline.train.state import TrainState
@@ -67,8 +67,20 @@ class DrafterTrainLoop:
 
         Raises:
             Interrupted: the user asked to stop; the step was finished and the state saved.
-            PipelineError: rows stopped coming; the state after the last step was saved.
+            UpdateError: the optimiser failed half-way; what was saved last is the newest sound state.
+            Exception: whatever else fails, rows, a step, an evaluation or a line: the state after the last complete
+                step is sound and was saved.
         """
+        try:
+            self._steps()
+        except (Interrupted, UpdateError):
+            raise
+        except Exception:
+            with contextlib.suppress(StorageError):  # must not hide what failed first
+                self.parts.save(self.state)
+            raise
+
+    def _steps(self) -> None:
         state, parts = self.state, self.parts
         started = time.perf_counter() - state.seconds
         while state.step < self.total_steps:
@@ -93,17 +105,8 @@ class DrafterTrainLoop:
         return self.state.step % every == 0 or self.state.step == self.total_steps
 
     def _next_rows(self) -> list[PackedBatch]:
-        """All rows of the next optimiser step.
-
-        If they cannot be had, weights and optimiser are still those after the last complete step: they are saved. (An
-        exception inside a step leaves them in doubt, so nothing is saved there.)
-        """
+        """All rows of the next optimiser step."""
         batches: list[PackedBatch] = []
-        try:
-            while not batches or not batches[-1].last_of_step:
-                batches.append(next(self.rows))
-        except Exception:
-            with contextlib.suppress(StorageError):
-                self.parts.save(self.state)
-            raise
+        while not batches or not batches[-1].last_of_step:
+            batches.append(next(self.rows))
         return batches

@@ -31,6 +31,8 @@ from draftline.train.checkpoint import Checkpoint
 FREE_TO_CHANGE = (
     "data.path",
     "data.heldout_path",
+    "target.name",
+    "target.trust_remote_code",
     "target.device",
     "train.device",
     "train.log_every",
@@ -39,9 +41,9 @@ FREE_TO_CHANGE = (
     "train.keep_last",
     "pipeline.",
 )
-"""Settings that may differ on resume: they say where and how often, not what is learned. The data may have moved; it
-is compared by its fingerprint. `train.max_steps` and `train.epochs` are not among them, because the learning-rate
-schedule is laid over all steps."""
+"""Settings that may differ on resume: they say where and how often, not what is learned. Data and target may have
+moved; they are compared by their fingerprints. `train.max_steps` and `train.epochs` are not among them, because the
+learning-rate schedule is laid over all steps."""
 
 _LIBRARIES = ("draftline", "torch", "transformers", "safetensors", "numpy")
 
@@ -59,11 +61,17 @@ def check_run_folder(folder: Path, config: RunConfig, resume: bool) -> None:
         raise StorageError(f"{folder} is a file: name another folder")
     if not resume:
         raise StorageError(f"{folder} is not empty: add --resume to continue its run, or name another folder")
-    saved = folder / "config.yaml"
-    if saved.exists():
-        check_same_settings(folder, load_run_config(saved), config)
+    saved = saved_config(folder)
+    if saved is not None:
+        check_same_settings(folder, saved, config)
     elif [path for path in folder.iterdir() if not path.name.startswith(".")]:
         raise StorageError(f"{folder} holds something that is no run (no config.yaml): name another folder")
+
+
+def saved_config(folder: Path) -> RunConfig | None:
+    """Settings of the run in a folder, none if there is no run."""
+    path = folder / "config.yaml"
+    return load_run_config(path) if path.exists() else None
 
 
 def check_same_settings(folder: Path, saved: RunConfig, wanted: RunConfig) -> None:
@@ -90,12 +98,29 @@ def check_same_run(
             raise CheckpointError(f"{folder} has a drafter with {key} {value}, target and data now give {theirs[key]}")
 
 
+def check_same_target(folder: Path, fingerprint: str) -> None:
+    """Raise a `CheckpointError` if the run in a folder was begun with other weights of the target."""
+    path = folder / "run.json"
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if known.get("target", fingerprint) != fingerprint:
+        raise CheckpointError(
+            f"{folder} was trained for a target with other weights, or in another precision, than is given now: "
+            "give the same checkpoint and target.dtype, or another --out"
+        )
+
+
 def write_identity(
-    folder: Path, config: RunConfig, drafter_config: DFlashConfig, data: Mapping[str, Any], session: Mapping[str, Any]
+    folder: Path,
+    config: RunConfig,
+    drafter_config: DFlashConfig,
+    target: str,
+    data: Mapping[str, Any],
+    session: Mapping[str, Any],
 ) -> None:
     """Create the folder if need be, and write `config.yaml` and `run.json`; sessions of a resumed run accumulate.
 
     Arguments:
+        target: fingerprint of the target's weights.
         data: what identifies the training and held-out data.
         session: what is known of this session, such as its first step and its threads.
 
@@ -113,6 +138,7 @@ def write_identity(
         "versions": {name: importlib.metadata.version(name) for name in _LIBRARIES},
         "python": platform.python_version(),
         "machine": {"system": platform.platform(), "devices": _device_names()},
+        "target": target,
         "data": dict(data),
         "config": config.model_dump(mode="json"),
         "drafter": drafter_config.model_dump(mode="json"),

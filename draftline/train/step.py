@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from draftline.config import LossConfig, decay_gamma
-from draftline.draft.anchors import slot_labels, slot_weights, supervised_slots
+from draftline.draft.anchors import block_input_ids, slot_labels, slot_weights, supervised_slots
 from draftline.draft.attention import Attention, BlockLayout
 from draftline.draft.loss import cross_entropy_sum
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import PipelineError
+from draftline.errors import PipelineError, UpdateError
 from draftline.records import PackedBatch, StepMetrics
 
 
@@ -84,6 +84,7 @@ def train_step(
 
     Raises:
         PipelineError: the gradient is not finite; the weights are left as they were.
+        UpdateError: the optimiser itself failed. Whatever else is raised, nothing has moved yet.
     """
     optimizer.zero_grad(set_to_none=True)
     metrics = StepMetrics.zero(draft_model.config.block_size)
@@ -105,7 +106,13 @@ def train_step(
             f"gradient norm {grad_norm} at step {batches[0].step}: the captured states or the learning rate are broken,"
             " run `draftline audit`, or lower optim.learning_rate"
         )
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:  # the border between nothing has moved and all has
+        raise UpdateError(
+            f"the optimiser failed at step {batches[0].step} ({type(error).__name__}: {' '.join(str(error).split())}): "
+            "continue from the last checkpoint with --resume"
+        ) from error
     optimizer.zero_grad(set_to_none=True)
     return StepResult(metrics, grad_norm)
 
@@ -130,8 +137,7 @@ def row_loss(
         return torch.zeros(()), replace(StepMetrics.zero(config.block_size), tokens=tokens)
 
     layout = BlockLayout.of_row(anchor_positions_A, batch.position_ids[0], config.block_size)
-    block_ids_AP = torch.full_like(supervised_AP, config.mask_token_id, dtype=torch.int64)
-    block_ids_AP[:, 0] = batch.input_ids[0, anchor_positions_A]
+    block_ids_AP = block_input_ids(batch.input_ids[0, anchor_positions_A], config.block_size, config.mask_token_id)
     embeddings = frozen.embed(block_ids_AP.flatten()[None])
     hidden_QD = draft_model(batch.hidden_states_packed, embeddings, layout, attention)[0]
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from draftline.data.regenerate import weights_fingerprint
 from draftline.errors import CheckpointError
-from draftline.records import CapturedSample, Sample
+from draftline.records import CapturedSample, Sample, Samples
 from draftline.storage import storage_errors, write_text
 from draftline.target.loop import TargetForwardLoop
 
@@ -61,12 +62,6 @@ class StoreIdentity:
     data: str
 
 
-class Samples(Protocol):
-    """Tokenised conversations by number."""
-
-    def __getitem__(self, sample_id: int) -> Sample: ...
-
-
 class StatesStore:
     """States of one prepared data set, by sample.
 
@@ -85,12 +80,14 @@ class StatesStore:
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         tokens, width = int(self._starts[-1]), identity.hidden_size
         self._dtype: torch.dtype = getattr(torch, identity.dtype)
+        self._unsynced: list[int] = []
         self._write_manifest(tokens)
         self._states = self._open("hidden_states.bin", (tokens, len(identity.target_layer_ids) * width), self._dtype)
+        self._beside_file = "target_ids.bin" if identity.send == "target_ids" else "last_hidden.bin"
         if identity.send == "target_ids":
-            self._beside = self._open("target_ids.bin", (tokens,), torch.int64)
+            self._beside = self._open(self._beside_file, (tokens,), torch.int64)
         else:
-            self._beside = self._open("last_hidden.bin", (tokens, width), self._dtype)
+            self._beside = self._open(self._beside_file, (tokens, width), self._dtype)
         self._done = self._open("done.bin", (len(lengths),), torch.uint8)
 
     def __len__(self) -> int:
@@ -101,13 +98,21 @@ class StatesStore:
         return (self._done == 0).nonzero()[:, 0].tolist()
 
     def write(self, captured: CapturedSample) -> None:
-        """Keep the states of a sample; they survive the process, and after `sync` the machine."""
+        """Keep the states of a sample. They count, and survive the machine, from the next `sync` on."""
         where = self._where(captured.sample)
         self._states[where] = captured.hidden_states_SLD.cpu()
         beside = captured.target_ids_S if self.identity.send == "target_ids" else captured.verifier_last_hidden_SD
         assert beside is not None, "a loop with this `send` fills the field"
         self._beside[where] = beside.cpu()
-        self._done[captured.sample.sample_id] = 1
+        self._unsynced.append(captured.sample.sample_id)
+
+    def sync(self) -> None:
+        """Bring the states to the disk, and only then say that they are there."""
+        if self._unsynced:
+            self._flush("hidden_states.bin", self._beside_file)
+            self._done[self._unsynced] = 1
+            self._flush("done.bin")
+            self._unsynced.clear()
 
     def read(self, sample: Sample) -> CapturedSample:
         """States of a sample, as views of the mapped files.
@@ -151,14 +156,21 @@ class StatesStore:
     def _open(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Map a file of the given shape into memory; reserve its disk at once, so that a full disk shows now."""
         path = self.folder / name
-        size = int(np.prod(shape)) * dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         with storage_errors(path):
             if not path.exists() or path.stat().st_size != size:
+                (self.folder / "done.bin").unlink(missing_ok=True)  # opened last: nothing is done any more
                 with path.open("wb") as file:
                     _reserve(file.fileno(), size)
         if size == 0:
             return torch.empty(shape, dtype=dtype)
-        return torch.from_file(str(path), shared=True, size=int(np.prod(shape)), dtype=dtype).view(shape)
+        return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+
+    def _flush(self, *names: str) -> None:
+        """Wait until what was written into mapped files is on the disk; `fsync` covers shared mappings."""
+        for name in names:
+            with storage_errors(self.folder / name), (self.folder / name).open("rb") as file:
+                os.fsync(file.fileno())
 
 
 def folder_name(data: str) -> str:
@@ -193,6 +205,7 @@ def fill_store(
         members = range(group * SAMPLES_PER_FILL, min((group + 1) * SAMPLES_PER_FILL, total))
         for captured in loop.capture([samples[i] for i in members]):
             store.write(captured)
+        store.sync()
         if on_progress is not None:
             on_progress(members.stop, total)
 

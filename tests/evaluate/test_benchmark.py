@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -14,7 +16,9 @@ from draftline.data.conversations import Conversation, Message
 from draftline.data.regenerate import stop_token_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
+from draftline.evaluate import benchmark
 from draftline.evaluate.benchmark import EvaluationResult, evaluate_prompts, result_table
+from draftline.evaluate.generate import Generation
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.model import Target, load_target
 
@@ -86,6 +90,31 @@ def test_numbers_that_do_not_exist_are_null(pair: tuple[Target, DFlashDraftModel
     assert math.isnan(found.acceptance_length)
     assert found.to_json()["acceptance_length"] is None
     assert found.to_json()["acceptance_rate_by_position"] == [None] * 7
+
+
+def test_a_prompt_that_is_too_long_is_named_before_anything_is_answered(pair: tuple[Target, DFlashDraftModel]) -> None:
+    limit = pair[0].config.max_position_embeddings
+    prompts = [dialogue(["Hello"]), dialogue(["many words " * limit])]
+    answered: list[int] = []
+    with pytest.raises(DataError, match=r"prompt 2, 'many words"):
+        evaluate_prompts(*pair, prompts, max_new_tokens=4, on_turn=lambda done, _total: answered.append(done))
+    assert answered == []
+
+
+def test_a_dialogue_counts_once_in_the_share_of_equal_prompts(
+    pair: tuple[Target, DFlashDraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every answer of the first dialogue is spoilt: one prompt of two, though two turns of three."""
+    original = benchmark.generate_plain
+    calls = iter(range(3))
+
+    def spoil(*words: Any, **names: Any) -> Generation:
+        plain = original(*words, **names)
+        return replace(plain, output_ids=plain.output_ids[:-1]) if next(calls) < 2 else plain
+
+    monkeypatch.setattr(benchmark, "generate_plain", spoil)
+    found = evaluate_prompts(*pair, [dialogue(turns) for turns in TURNS], max_new_tokens=4)
+    assert (len(found.differences), found.greedy_equal, found.prompts) == (2, 0.5, 2)
 
 
 def test_no_prompts_is_an_error_with_the_mend(pair: tuple[Target, DFlashDraftModel]) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from draftline.config import load_run_config
 from draftline.records import Sample
 from draftline.run import RunData, RunResult, choose_conversations, train_on
+from draftline.train.run_folder import check_run_folder
 from tests.engine.tiny_target import tiny_samples, tiny_target
 
 SETTINGS = (
@@ -66,6 +67,7 @@ def small_data(samples: Sequence[Sample] | None = None, words: Sequence[str] = (
 def small_run(out: Path, *words: str, resume: bool = False, samples: Sequence[Sample] | None = None) -> RunResult:
     """Train in this process."""
     config = load_run_config(None, [*SETTINGS, *words])
+    check_run_folder(out, config, resume)
     return train_on(config, out, small_data(samples, words), tiny_target(), resume)
 
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import ConfigError, DataError, DraftlineError, PipelineError, StorageError
+from draftline.errors import CheckpointError, ConfigError, DataError, DraftlineError, PipelineError, StorageError
 from draftline.records import Sample
 from draftline.run import split_last_answer
 from draftline.target.model import build_target
@@ -56,7 +56,10 @@ def test_what_a_run_folder_holds(whole: Path) -> None:
     assert identity["drafter"]["target_layer_ids"] == [0, 2]
     assert identity["sessions"][0]["threads_per_loop"] >= 1
     assert set(identity["code"]) == {"commit", "diff_sha256"}
-    assert load_run_config(whole / "config.yaml") == load_run_config(None, SETTINGS)
+    threads = identity["sessions"][0]["threads_per_loop"]
+    assert load_run_config(whole / "config.yaml") == load_run_config(
+        None, [*SETTINGS, f"pipeline.threads_per_loop={threads}"]
+    )
     assert isinstance(load_draft_model(whole), DFlashDraftModel)
 
 
@@ -153,6 +156,40 @@ def test_data_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     foreign = [replace(sample, input_ids=sample.input_ids + 40) for sample in tiny_samples(3)]
     with pytest.raises(DataError, match=r"knows 0\.\.39"):
         small_run(tmp_path / "run", samples=foreign)
+
+
+def test_conversations_longer_than_the_target_reads_are_refused_before_training(tmp_path: Path) -> None:
+    long = [*tiny_samples(3), Sample(3, torch.full((257,), 5), torch.ones(257, dtype=torch.bool))]
+    with pytest.raises(DataError, match=r"has 257 tokens.*--max-length 256"):
+        small_run(tmp_path / "run", samples=long)
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_takes_a_target_that_has_moved_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run(tmp_path / "run", "train.max_steps=1")
+    small_run(tmp_path / "run", "train.max_steps=1", "target.name=elsewhere", resume=True)
+    other = tiny_target(seed=1)
+    monkeypatch.setattr("tests.run.small_run.tiny_target", lambda: other)
+    with pytest.raises(CheckpointError, match="target with other weights"):
+        small_run(tmp_path / "run", "train.max_steps=1", resume=True)
+
+
+def test_the_number_of_threads_is_kept_on_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small_run(tmp_path / "run", "train.max_steps=1", "pipeline.threads_per_loop=1")
+    monkeypatch.setattr("draftline.run.available_cores", lambda: 8)
+    small_run(tmp_path / "run", "train.max_steps=1", resume=True)
+    sessions = json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]
+    assert [session["threads_per_loop"] for session in sessions] == [1, 1]
+
+
+def test_a_run_on_stored_states_is_the_same_run(whole: Path, tmp_path: Path) -> None:
+    """Samples of a store share other forwards than those of a row: equal up to rounding, and equal to itself."""
+    words = [f"pipeline.states_path={tmp_path / 'states'}"]
+    small_run(tmp_path / "filled", *words)
+    small_run(tmp_path / "read", *words)
+    assert_same_run(tmp_path / "filled", tmp_path / "read")
+    losses, stored = ([line["loss"] for line in read_lines(out)] for out in (whole, tmp_path / "read"))
+    assert stored == pytest.approx(losses, rel=1e-3)
 
 
 def test_a_folder_in_use_is_refused(whole: Path, tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from draftline.config import LossConfig
 from draftline.errors import StorageError
 from draftline.records import StepMetrics
-from draftline.train.log import JsonLines, SpeedMeter, metrics_record, without_nan
+from draftline.storage import without_nan
+from draftline.train.log import JsonLines, SpeedMeter, metrics_record
 from draftline.train.state import TrainState
 from draftline.transfer.statistics import PipelineStatistics
 

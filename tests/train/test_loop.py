@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from draftline.config import TrainConfig
-from draftline.errors import Interrupted, StorageError
+from draftline.errors import Interrupted, PipelineError, StorageError, UpdateError
 from draftline.records import PackedBatch, StepMetrics
 from draftline.train.log import Record
 from draftline.train.loop import DrafterTrainLoop, LoopParts
@@ -131,10 +131,29 @@ def test_a_full_disk_does_not_hide_why_rows_failed(monkeypatch: pytest.MonkeyPat
         make_loop(Recorder(), broken(3), every=(100, 100, 100)).run()
 
 
-def test_a_step_that_fails_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights and optimiser may have moved by half a step."""
+@pytest.mark.parametrize("what", ["step", "evaluate", "write"])
+def test_whatever_fails_the_last_sound_state_is_saved(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    recorder = Recorder(streaks=[0.5] * 9)
+    original = getattr(recorder, what)
+
+    def fail_third(*words: object) -> object:
+        if recorder.step_now == 3:
+            raise PipelineError("not finite")
+        return original(*words)
+
+    monkeypatch.setattr(recorder, what, fail_third)
+    with pytest.raises(PipelineError, match="not finite"):
+        make_loop(recorder, rows(9), every=(1, 1, 100)).run()
+    assert recorder.events[-1] == ("save", 3)
+
+
+def test_an_update_that_fails_half_way_saves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder()
-    monkeypatch.setattr(recorder, "step", lambda _batches: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+
+    def fail(_batches: Sequence[PackedBatch]) -> StepResult:
+        raise UpdateError("out of memory")
+
+    monkeypatch.setattr(recorder, "step", fail)
+    with pytest.raises(UpdateError):
         make_loop(recorder, rows(3), every=(1, 1, 1)).run()
     assert recorder.events == []
