@@ -9,6 +9,7 @@ never given the history that the file had.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -147,17 +148,19 @@ def generate_batch(
     positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)
     rows = list(range(len(prompts)))
     outputs: list[list[int]] = [[] for _ in prompts]
-    cache = None
+    # transformers renamed the argument, and the field of the result, within the range of supported versions.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache: Any = None
     for _ in range(max(budgets)):
         step = model(
             input_ids=ids_BS,
             attention_mask=mask_BS,
             position_ids=positions_BS,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_name: cache},
         )
-        cache = step.past_key_values
+        cache = step[cache_name]
         next_B = step.logits[:, -1].argmax(-1)
         going = []
         for place, (row, token) in enumerate(zip(rows, next_B.tolist(), strict=True)):
