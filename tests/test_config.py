@@ -41,6 +41,7 @@ def test_unknown_key_names_the_nearest(word: str, suggestion: str) -> None:
         ("drafter.block_size=1", "drafter.block_size = 1"),
         ("loss.labels=soft", "loss.labels = 'soft'"),
         ("train.max_steps=many", "train.max_steps = 'many'"),
+        ("train.seed=-1", "train.seed = -1"),
         ("train.attention=sdpa", "train.attention = 'sdpa'"),
         ("data.heldout_fraction=1", "data.heldout_fraction = 1"),
         ("pipeline.mode=ray", "pipeline.mode = 'ray'"),

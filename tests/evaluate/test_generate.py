@@ -210,5 +210,5 @@ def test_prompts_that_do_not_fit_are_refused_in_one_line(length: int, budget: in
 def test_a_drafter_of_another_target_is_refused_by_what_differs() -> None:
     target, draft_model, prompt_ids = pairs.trained_pair()
     stranger = pairs.reshaped(draft_model, num_target_layers=12)
-    with pytest.raises(TargetError, match="num_target_layers 12"):
+    with pytest.raises(TargetError, match=r"the drafter was trained for a target with layers 12, .* has "):
         generate(target, stranger, torch.tensor([prompt_ids[0]]), max_new_tokens=4)

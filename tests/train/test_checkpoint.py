@@ -179,3 +179,13 @@ def test_a_renamed_tensor_is_refused(tmp_path: Path) -> None:
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="is no checkpoint"):
         load_draft_model(tmp_path)
+
+
+def test_a_drafter_of_another_version_is_explained(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "c", make_checkpoint())
+    content = json.loads((tmp_path / "c" / "state.json").read_text())
+    content["drafter_config"]["new_setting"] = 1
+    (tmp_path / "c" / "state.json").write_text(json.dumps(content))
+    for read in (load_draft_model, read_checkpoint):
+        with pytest.raises(CheckpointError, match="another version of Draftline"):
+            read(tmp_path / "c")

@@ -38,3 +38,6 @@ def test_a_disk_that_is_too_small_is_refused_before_the_start(tmp_path: Path, mo
     monkeypatch.setattr(estimate_module.shutil, "disk_usage", lambda _path: Full)
     with pytest.raises(StorageError, match=r"lower train\.keep_last"):
         check_disk(tmp_path / "run", estimate)
+    (tmp_path / "run" / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / "step-000001" / "x").write_text("1")  # what a run has written is its own
+    check_disk(tmp_path / "run", estimate)

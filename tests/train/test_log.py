@@ -87,3 +87,12 @@ def test_speeds_are_differences_of_snapshots(monkeypatch: pytest.MonkeyPatch) ->
         "queue_bytes": 300,
     }
     assert meter.read(state)["target_tokens_per_second"] == 0.0
+
+
+def test_a_full_disk_is_named_also_when_the_file_is_closed(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl", last_step=0)
+    lines._file.close()
+    lines._file = Path("/dev/full").open("w")  # noqa: SIM115
+    for refused in (lambda: lines.write({"step": 1}), lines.close):
+        with pytest.raises(StorageError, match="No space left"):
+            refused()

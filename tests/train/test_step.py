@@ -15,7 +15,7 @@ from draftline.config import DFlashConfig, LossConfig
 from draftline.draft.anchors import draw_anchors
 from draftline.draft.attention import BlockLayout, DenseAttention, GroupedAttention
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import PipelineError
+from draftline.errors import PipelineError, UpdateError
 from draftline.records import PackedBatch
 from draftline.train.step import FrozenTarget, StepResult, row_loss, train_step
 from tests.draft.layouts import VOCABULARY, TinyTarget, drafter, drafter_config, make_row
@@ -179,6 +179,15 @@ def test_broken_states_stop_the_run_and_leave_the_weights(value: float) -> None:
         step(model, [row_of([12], seed=1), batch])
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_an_optimiser_that_fails_half_way_says_that_the_weights_are_in_doubt(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_self: torch.optim.SGD) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(torch.optim.SGD, "step", fail)
+    with pytest.raises(UpdateError, match=r"at step 0 \(RuntimeError: out of memory\).*--resume"):
+        step(drafter(drafter_config(), dtype=DOUBLE), [row_of([12])])
 
 
 def test_ids_and_last_states_give_the_same_step_bit_for_bit() -> None:
