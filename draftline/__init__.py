@@ -36,7 +36,7 @@ _HOMES = {
     "run_audit": "draftline.audit",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0605  (the table is the list)
+__all__ = list(_HOMES)
 __version__ = "0.1.0"
 
 
