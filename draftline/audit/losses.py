@@ -124,7 +124,11 @@ def right_slots(probe: Probe) -> Problem | None:
     )
 
 
-@check("LOS006", "the update depends on how rows are split, or is divided by the wrong count", needs=("DRF001",))
+@check(
+    "LOS006",
+    "the update depends on how rows are split, or is divided by the wrong count",
+    needs=("DRF001", "DRF002", "DRF003"),
+)
 def split_invariance(probe: Probe) -> Problem | None:
     with probe.shaken_weights():
         whole = _step_gradients(probe, [probe.row])
