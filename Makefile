@@ -17,10 +17,10 @@ quickstart: $(VENV)/.installed
 	$(BIN)/draftline quickstart --out quickstart
 
 test: $(VENV)/.installed-test
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow -n 2 --dist loadfile
 
 check: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .

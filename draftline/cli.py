@@ -58,6 +58,10 @@ def _new_file(path: Path | None) -> Path | None:
 Out = Annotated[
     Path, typer.Option("--out", callback=_new_folder, help="Folder to write; it must not exist or be empty.")
 ]
+AnchorPredicts = Annotated[
+    bool | None,
+    typer.Option("--sample-from-anchor/--no-sample-from-anchor", help="Whether slot 0 predicts, if nothing says so."),
+]
 JsonOut = Annotated[
     Path | None, typer.Option("--json", callback=_new_file, help="Also write the result as JSON to this file.")
 ]
@@ -122,7 +126,10 @@ def quickstart(
     from draftline.evaluate.benchmark import result_table
     from draftline.jobs import quickstart as run_quickstart
 
-    Console().print(result_table(run_quickstart(out), str(out / "drafter")))
+    trained, result = run_quickstart(out)
+    Console().print(result_table(result, str(out / "drafter")))
+    if trained.heldout:
+        print("held-out accuracy {accuracy:.3f}, streak at random anchors {streak:.2f}".format(**trained.heldout))
 
 
 @app.command()
@@ -218,14 +225,17 @@ def train(
     ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="Start in spite of audit findings with this code.")
+    ] = None,
     target_dtype: Annotated[DtypeName | None, typer.Option("--target-dtype", help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option("--device", help="Of both halves: auto, cpu, cuda:1, ...")] = None,
     trust_remote_code: Annotated[
         bool | None, typer.Option("--trust-remote-code", help="Run code that ships with the target.")
     ] = None,
 ) -> None:
-    """Train a drafter; hidden states go from target to drafter in memory."""
-    from draftline.jobs import train_settings
+    """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
+    from draftline.jobs import audit_gate, train_settings
     from draftline.run import train_run
 
     flags = {
@@ -238,7 +248,48 @@ def train(
     }
     given = [f"{key}={_json(value)}" for key, value in flags.items() if value is not None]
     wanted = train_settings(out, [*given, *(settings or [])], recipe=recipe, config=config, resume=resume)
-    print(_json(train_run(wanted, out, resume=resume).to_json()))
+    print(_json(train_run(wanted, out, resume=resume, gate=audit_gate(allow or [])).to_json()))
+
+
+@app.command()
+def audit(
+    place: Annotated[
+        Path | None, typer.Argument(help="Run folder, checkpoint, or drafter of another trainer; none: a run to come.")
+    ] = None,
+    target: TargetName = "tiny",
+    data: Annotated[Path | None, typer.Option("--data", help="Prepared data of the run to come.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value of the run to come.")] = None,
+    recipe: Annotated[str, typer.Option("--recipe", help="published, small-model or quickstart.")] = "published",
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings of the run to come.")] = None,
+    select: Annotated[list[str] | None, typer.Option("--select", help="Only this code or area (TGT, DRF002).")] = None,
+    ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Without this code or area.")] = None,
+    sample_from_anchor: AnchorPredicts = None,
+    json_out: JsonOut = None,
+    target_dtype: TargetDtype = "auto",
+    device: Device = "auto",
+    trust_remote_code: TrustRemoteCode = False,
+) -> int:
+    """Ask whether what is trained is what will be served: exit status 0 clean, 1 errors found, 2 could not run."""
+    from rich.console import Console
+
+    from draftline.export.facts import Given
+    from draftline.jobs import audit_anything, train_settings
+
+    flags = {"target.name": target, "target.dtype": target_dtype, "target.device": device}
+    given = [f"{key}={_json(value)}" for key, value in flags.items()]
+    given += [] if data is None else [f"data.path={_json(str(data))}"]
+    wanted = train_settings(Path(), [*given, *(settings or [])], recipe=recipe, config=config, resume=False)
+    report = audit_anything(
+        place,
+        wanted,
+        _target_config(target, target_dtype, device, trust_remote_code),
+        given=Given(sample_from_anchor=sample_from_anchor),
+        select=select or (),
+        ignore=ignore or (),
+    )
+    report.render(Console())
+    _write_json(json_out, report.to_json())
+    return report.exit_status
 
 
 @app.command()
@@ -300,16 +351,30 @@ def export(
     target: TargetName,
     reader: Annotated[ReaderName, typer.Option("--for", help="The program that will read it.")] = "zlab",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype")] = "bfloat16",
+    target_path: Annotated[str | None, typer.Option(help="The target as the server will find it.")] = None,
+    evaluation: Annotated[Path | None, typer.Option(help="JSON of `evaluate`, for the model card.")] = None,
+    audit_json: Annotated[Path | None, typer.Option("--audit", help="JSON of `audit`, for the model card.")] = None,
+    sample_from_anchor: AnchorPredicts = None,
     json_out: JsonOut = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the drafter for the program that will serve it, and check what was written."""
     from draftline.config import TargetConfig
-    from draftline.export.exporting import export_drafter
+    from draftline.export.exporting import Results, export_drafter
+    from draftline.export.facts import Given
     from draftline.target.model import load_target
 
     live = load_target(TargetConfig(name=target, trust_remote_code=trust_remote_code))
-    report = export_drafter(source=source, out=out, target=live, reader=reader, dtype=dtype)
+    report = export_drafter(
+        source=source,
+        out=out,
+        target=live,
+        reader=reader,
+        dtype=dtype,
+        target_path=target_path,
+        results=Results(evaluation=evaluation, audit=audit_json),
+        given=Given(sample_from_anchor=sample_from_anchor),
+    )
     print(report.command)
     _write_json(json_out, report.to_json())
 
@@ -319,15 +384,26 @@ def import_(
     source: Annotated[Path, typer.Argument(help="Folder of SpecForge, TorchSpec, ModelOpt, NeMo, speculators, z-lab.")],
     out: Out,
     target: Annotated[str | None, typer.Option("--target", help="Also check that it fits this target.")] = None,
+    sample_from_anchor: AnchorPredicts = None,
+    block_size: Annotated[int | None, typer.Option(min=2, help="If the folder does not say.")] = None,
+    mask_token_id: Annotated[int | None, typer.Option(min=0, help="If the folder does not say.")] = None,
+    num_target_layers: Annotated[int | None, typer.Option(min=1, help="If the folder does not say.")] = None,
     json_out: JsonOut = None,
 ) -> None:
     """Rewrite another trainer's drafter in a format that every command here reads."""
     from draftline.config import TargetConfig
     from draftline.export.exporting import import_drafter
+    from draftline.export.facts import Given
     from draftline.target.model import load_target
 
     live = None if target is None else load_target(TargetConfig(name=target))
-    report = import_drafter(source=source, out=out, target=live)
+    given = Given(
+        sample_from_anchor=sample_from_anchor,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        num_target_layers=num_target_layers,
+    )
+    report = import_drafter(source=source, out=out, target=live, given=given)
     print(report.folder)
     _write_json(json_out, report.to_json())
 

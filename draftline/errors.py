@@ -10,6 +10,7 @@
     ├── StorageError       the disk is full or refuses to be written
     ├── PipelineError      a loop of the pipeline failed; the cause is chained
     │   └── UpdateError    the optimiser failed half-way, so that weights and moments are in doubt
+    ├── AuditRefusal       the audit found what would make the run worthless; exit status 1
     └── Interrupted        Ctrl-C or SIGTERM: state was saved, exit status 130
 
 The message of each is one line that names the value, the reason and the mend. The command line prints that line
@@ -59,6 +60,12 @@ class PipelineError(DraftlineError):
 
 class UpdateError(PipelineError):
     """The optimiser failed half-way: weights and moments are in doubt and must not be saved."""
+
+
+class AuditRefusal(DraftlineError):
+    """The audit found faults of severity error that were not allowed."""
+
+    exit_status = 1
 
 
 class Interrupted(DraftlineError):

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
+from draftline.audit.folders import audit_checkpoint, audit_run_config
+from draftline.audit.report import AuditReport
 from draftline.config import DataConfig, RunConfig, TargetConfig, load_run_config
 from draftline.data.answers import AnswerStore
 from draftline.data.pipeline import PrepareOptions
@@ -18,14 +22,16 @@ from draftline.data.regenerate import GenerationSettings, TargetAnswers
 from draftline.data.server import ServerAnswers, ServerSettings
 from draftline.data.writer import ANSWERS_FILE
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import ConfigError, StorageError
+from draftline.engine.cores import intra_op_threads
+from draftline.errors import AuditRefusal, ConfigError, StorageError
 from draftline.evaluate.benchmark import EvaluationResult, evaluate_prompts
 from draftline.export.exporting import export_drafter
+from draftline.export.facts import Given
 from draftline.export.importing import load_drafter
 from draftline.progress import counting, reading
 from draftline.recipes import find_recipe
 from draftline.recipes import quickstart as quickstart_recipe
-from draftline.run import train_run
+from draftline.run import Gate, RunResult, train_run
 from draftline.storage import remove_folder, remove_leftovers, write_text
 from draftline.target.model import TINY_FOLDER, Target, load_context_limit, load_target, load_tokenizer, save_target
 from draftline.train.run_folder import saved_config
@@ -99,6 +105,44 @@ def train_settings(
     return load_run_config(config, words, saved or find_recipe(recipe or "published"))
 
 
+def audit_gate(allow: Collection[str]) -> Gate:
+    """Examine a run before it starts; findings of severity error stop it unless their codes are allowed.
+
+    The report goes to stderr. The gate raises `AuditRefusal`.
+    """
+
+    def examine(config: RunConfig, target: Target) -> list[str]:
+        report = audit_run_config(config, target)
+        report.render(Console(stderr=True))
+        stopping = report.errors(allow)
+        if stopping:
+            codes = ", ".join(finding.code for finding in stopping)
+            raise AuditRefusal(f"the audit found {codes}: mend them as it says, or add --allow CODE for each")
+        return [finding.code for finding in report.errors()]
+
+    return examine
+
+
+def audit_anything(
+    place: Path | None,
+    config: RunConfig | None,
+    target: TargetConfig,
+    *,
+    given: Given,
+    select: Collection[str],
+    ignore: Collection[str],
+) -> AuditReport:
+    """Audit a folder (a run, a checkpoint, a drafter of any known trainer), or without one a run that has settings.
+
+    Raises:
+        CheckpointError, ConfigError, DataError, TargetError: what is to be audited cannot be had.
+    """
+    if place is not None:
+        return audit_checkpoint(place, load_target(target), given, select, ignore)
+    assert config is not None, "the caller gives one of the two"
+    return audit_run_config(config, None, select, ignore)
+
+
 def drafter_for(target: Target, folder: Path) -> DFlashDraftModel:
     """The drafter in any folder that is understood, checked against the target and on its device.
 
@@ -122,7 +166,7 @@ def evaluate_drafter(
         return evaluate_prompts(target, draft_model, conversations, max_new_tokens=max_new_tokens, on_turn=on_turn)
 
 
-def quickstart(out: Path) -> EvaluationResult:
+def quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     """The whole job on the embedded target: answers, training, export, measurement. About three minutes on two cores.
 
     Leaves OUT/target (Hugging Face folder) and OUT/drafter (z-lab export), both float32, OUT/data, OUT/run,
@@ -136,6 +180,11 @@ def quickstart(out: Path) -> EvaluationResult:
         remove_leftovers(out)
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= QUICKSTART_LEAVES):
         raise StorageError(f"{out} holds something that is no quickstart: name another folder with --out")
+    with intra_op_threads(1):  # the model is tiny: more threads win little on idle cores and lose much on busy ones
+        return _quickstart(out)
+
+
+def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     recipe = quickstart_recipe()
     _say(f"1/5 target: {out / 'target'}")
     if not (out / "target").exists():
@@ -152,7 +201,7 @@ def quickstart(out: Path) -> EvaluationResult:
 
     _say(f"3/5 training: {out / 'run'}")
     data = DataConfig(path=out / "data", heldout_path=out / "data" / "heldout")
-    train_run(recipe.model_copy(update={"target": stored, "data": data}), out / "run", resume=True)
+    trained = train_run(recipe.model_copy(update={"target": stored, "data": data}), out / "run", resume=True)
 
     _say(f"4/5 export: {out / 'drafter'}")
     remove_folder(out / "drafter")
@@ -162,7 +211,7 @@ def quickstart(out: Path) -> EvaluationResult:
     drafter, prompts = drafter_for(target, out / "drafter"), [out / "heldout.jsonl"]
     result = evaluate_drafter(target, drafter, prompts, limit=None, max_new_tokens=QUICKSTART_ANSWER_TOKENS)
     write_text(out / "evaluate.json", json.dumps(result.to_json(), indent=2) + "\n")
-    return result
+    return trained, result
 
 
 def _say(text: str) -> None:

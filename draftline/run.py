@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -133,8 +133,14 @@ class RunData:
         return "+".join(parts)
 
 
-def train_run(config: RunConfig, out: Path, *, resume: bool = False) -> RunResult:
+Gate = Callable[[RunConfig, Target], Sequence[str]]
+"""Examines a run before its first step: raises to stop it, or gives the codes of findings that it let pass."""
+
+
+def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate | None = None) -> RunResult:
     """Train a drafter, or continue to; everything is written into the folder `out`.
+
+    What `gate` let pass is recorded in `run.json`. A run that is continued has passed it already.
 
     Raises:
         ConfigError: a setting cannot be met, or contradicts the run that is to be continued.
@@ -153,10 +159,13 @@ def train_run(config: RunConfig, out: Path, *, resume: bool = False) -> RunResul
     for prepared in (training, heldout):
         if prepared is not None:
             _check_tokenizer(prepared, target)
-    return train_on(config, out, data, target, resume)
+    allowed = gate(config, target) if gate is not None and not resume else ()
+    return train_on(config, out, data, target, resume, allowed)
 
 
-def train_on(config: RunConfig, out: Path, data: RunData, target: Target, resume: bool) -> RunResult:
+def train_on(
+    config: RunConfig, out: Path, data: RunData, target: Target, resume: bool, allowed: Sequence[str] = ()
+) -> RunResult:
     """The same with data and target already in memory, and a folder that `check_run_folder` has let pass."""
     check_same_target(out, weights_fingerprint(target.model))
     _check_data_fits(data, target)
@@ -169,7 +178,7 @@ def train_on(config: RunConfig, out: Path, data: RunData, target: Target, resume
     run = TrainingRun(config, out, data, target, shape)
     if resume:
         run.restore()
-    return run.train()
+    return run.train(allowed)
 
 
 def choose_conversations(config: RunConfig, training: Conversations, heldout: Conversations | None) -> RunData:
@@ -244,14 +253,15 @@ class TrainingRun:
         self._checkpoints.tidy(self._state)
         _say(f"continuing after step {self._state.step} of {self._sampler.total_steps}")
 
-    def train(self) -> RunResult:
-        """Run the loops to the end."""
+    def train(self, allowed: Sequence[str] = ()) -> RunResult:
+        """Run the loops to the end; `allowed` are codes of audit findings that this session runs in spite of."""
         loops, cores, threads = len(self._target_devices()), available_cores(), self._config.pipeline.threads_per_loop
         assert threads is not None, "train_on settles it"
         _say(f"{cores} core(s), {loops} target loop(s): {threads} thread(s) for each of them and for the drafter")
         if threads > 1 and threads * (loops + 1) > cores:
             _say("that is more threads than cores: lower pipeline.threads_per_loop if the run is slow")
-        self._write_identity({"first_step": self._state.step, "cores": cores, "threads_per_loop": threads})
+        session = {"first_step": self._state.step, "cores": cores, "threads_per_loop": threads}
+        self._write_identity({**session, "allowed": list(allowed)} if allowed else session)
         with ExitStack() as stack:
             stack.enter_context(intra_op_threads(threads))
             engine = self._engine(threads)
@@ -352,7 +362,7 @@ class TrainingRun:
             display=open_display(self._state.step, self._sampler.total_steps),
         )
 
-    def _write_identity(self, session: dict[str, int]) -> None:
+    def _write_identity(self, session: dict[str, Any]) -> None:
         data = {
             "fingerprint": self._data.fingerprint,
             "conversations": len(self._data.training_ids),

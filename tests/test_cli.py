@@ -11,7 +11,7 @@ import yaml
 from draftline import cli, jobs
 from draftline.config import RunConfig, load_run_config
 from draftline.errors import ExportError, StorageError
-from draftline.run import RunResult
+from draftline.run import Gate, RunResult
 from draftline.train.run_folder import check_run_folder
 
 PROMPTS = ["Sort these numbers: 5 2 9", "What is 12 + 7?", "Say hello", "Count to 4", "What is 3 + 4?", "Sort: 2 1"]
@@ -22,7 +22,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Settings with which `draftline train` starts a run, which ends at once."""
     seen: list[RunConfig] = []
 
-    def train_run(config: RunConfig, out: Path, *, resume: bool) -> RunResult:
+    def train_run(config: RunConfig, out: Path, *, resume: bool, gate: Gate) -> RunResult:
         check_run_folder(out, config, resume)
         seen.append(config)
         return RunResult(out, 0, 0, 0.0, None, {})
@@ -131,7 +131,7 @@ def test_an_interrupted_quickstart_goes_on(tmp_path: Path, monkeypatch: pytest.M
     done = [out / "target" / "config.json", out / "data" / "answers.jsonl", out / "run" / "last" / "state.json"]
     before = [path.stat().st_mtime_ns for path in done]
     for _ in range(2):
-        assert jobs.quickstart(out).prompts == 2
+        assert jobs.quickstart(out)[1].prompts == 2
     assert [path.stat().st_mtime_ns for path in done] == before
     (out / "notes.txt").write_text("mine")
     with pytest.raises(StorageError, match="no quickstart"):
