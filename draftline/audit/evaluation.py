@@ -145,7 +145,7 @@ def acceptance_length(probe: Probe) -> Problem | None:
 @check(
     "EVL004",
     "the exported drafter drafts other tokens in an independent decode loop",
-    needs=("DRF001", "EVL001", "EXP012", "DRF007"),
+    needs=("DRF001", "DRF006", "DRF007", "DRF008", "EXP012", "EVL001"),
 )
 def independent_loop(probe: Probe) -> Problem | None:
     found = exported(probe)

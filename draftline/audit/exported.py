@@ -83,7 +83,7 @@ class Exported:
         return [read_as(reader, self.tree) for reader in readers_of(self.tree)]
 
 
-@check("EXP001", "the exported tensors are not the drafter's", needs=("DRF001", "DRF006"))
+@check("EXP001", "the exported tensors are not the drafter's", needs=("DRF001", "DRF006", "DRF008", "DRF009"))
 def tensors(probe: Probe) -> Problem | None:
     found = exported(probe)
     if found.refusal:
