@@ -14,6 +14,7 @@ from rich.console import Console
 from draftline.audit.folders import audit_checkpoint, audit_run_config
 from draftline.audit.report import AuditReport
 from draftline.config import DataConfig, RunConfig, TargetConfig, load_run_config
+from draftline.data.agreement import given_samples, measure_agreement
 from draftline.data.answers import AnswerStore
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
@@ -35,6 +36,9 @@ from draftline.run import Gate, RunResult, train_run
 from draftline.storage import remove_folder, remove_leftovers, write_text
 from draftline.target.model import TINY_FOLDER, Target, load_context_limit, load_target, load_tokenizer, save_target
 from draftline.train.run_folder import saved_config
+
+AGREEMENT_CONVERSATIONS = 100
+"""Given answers that the target reads before it writes its own."""
 
 QUICKSTART_HELDOUT = 40
 """Prompts of the embedded target that quickstart keeps out of training."""
@@ -80,10 +84,13 @@ def answer_and_prepare(
 ) -> dict[str, Any]:
     """Let the target answer the prompts in process, and prepare its answers.
 
-    Finished answers are kept in OUT/answers.jsonl and never asked for again. Raises as `prepare_data`.
+    Where the data has answers already, what the target thinks of them is said first. Finished answers are kept in
+    OUT/answers.jsonl and never asked for again. Raises as `prepare_data`.
     """
     target.require_chat_template()
     tokenizer = target.require_tokenizer()
+    if given := given_samples(tokenizer, data, options, AGREEMENT_CONVERSATIONS):
+        _say(measure_agreement(target.model, given).advice)
     with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
         answerer = TargetAnswers(target.model, tokenizer, store, settings, answered)
         return prepare(tokenizer, data, out, options, answerer)

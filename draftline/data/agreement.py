@@ -47,9 +47,7 @@ class Agreement:
         percent = f"{self.share:.1%} of {self.tokens} answer tokens are the target's own greedy choice"
         if self.share >= OWN_ANSWERS_AGREEMENT:
             return f"{percent}: the answers are its own, train on them as they are"
-        return (
-            f"{percent}: the answers are not its own; add --regenerate, so that the drafter learns what it will serve"
-        )
+        return f"{percent}: the answers are not its own; only --regenerate teaches the drafter what will be served"
 
 
 def given_samples(
