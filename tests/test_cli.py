@@ -23,6 +23,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     seen: list[RunConfig] = []
 
     def train_run(config: RunConfig, out: Path, *, resume: bool, gate: Gate) -> RunResult:
+        assert callable(gate)
         check_run_folder(out, config, resume)
         seen.append(config)
         return RunResult(out, 0, 0, 0.0, None, {})
