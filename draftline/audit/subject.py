@@ -77,14 +77,14 @@ class Export(Protocol):
 class SaveState(Protocol):
     """Writes weights and optimiser to a folder."""
 
-    def __call__(self, draft_model: DFlashDraftModel, optimizer: Optimizer, folder: Path) -> None:
+    def __call__(self, draft_model: DFlashDraftModel, optimizer: Optimizer, folder: Path, /) -> None:
         """Write a checkpoint."""
 
 
 class RestoreState(Protocol):
     """Reads them back into a drafter and an optimiser of the same shape."""
 
-    def __call__(self, draft_model: DFlashDraftModel, optimizer: Optimizer, folder: Path) -> None:
+    def __call__(self, draft_model: DFlashDraftModel, optimizer: Optimizer, folder: Path, /) -> None:
         """Restore a checkpoint."""
 
 
