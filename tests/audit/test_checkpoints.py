@@ -9,6 +9,8 @@ import pytest
 from draftline.audit.folders import audit_checkpoint
 from draftline.audit.report import AuditReport
 from draftline.export.facts import Given
+from draftline.export.folder import ExportDtype
+from draftline.export.zlab import export_zlab
 from tests.export.checkpoints import CONTRACTS, Tree, modelopt_sliding, tensors_of, write
 from tests.export.drafters import make_drafter, make_target
 
@@ -35,6 +37,14 @@ def test_a_folder_of_ours_has_no_error(tmp_path: Path) -> None:
     report = _audit(tmp_path, "zlab", CONTRACTS["zlab"]())
     assert _codes(report, "error") == set()
     assert "vLLM: layers [1, 3, 4], blocks of 4, bidirectional; never reads block_size" in _said(report)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_fresh_export_passes_the_whole_audit(tmp_path: Path, dtype: ExportDtype) -> None:
+    export_zlab(make_drafter(), tmp_path / "drafter", dtype)
+    report = audit_checkpoint(tmp_path / "drafter", make_target())
+    assert _codes(report, "error") == set(), _said(report)
+    assert {result.status for result in report.checks if result.code == "EVL004"} == {"ok"}
 
 
 def test_specforge_works_but_points_at_a_missing_file(tmp_path: Path) -> None:
