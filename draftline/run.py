@@ -45,6 +45,7 @@ from draftline.train.estimate import check_disk, estimate_run
 from draftline.train.log import Record, RunLog, metrics_record
 from draftline.train.loop import DrafterTrainLoop, LoopParts
 from draftline.train.run_folder import (
+    CONFIG_FILE,
     check_run_folder,
     check_same_run,
     check_same_target,
@@ -140,7 +141,7 @@ Gate = Callable[[RunConfig, Target], Sequence[str]]
 def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate | None = None) -> RunResult:
     """Train a drafter, or continue to; everything is written into the folder `out`.
 
-    What `gate` let pass is recorded in `run.json`. A run that is continued has passed it already.
+    What `gate` let pass is recorded in `run.json`. A run that is continued has passed it before its first step.
 
     Raises:
         ConfigError: a setting cannot be met, or contradicts the run that is to be continued.
@@ -159,7 +160,7 @@ def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate 
     for prepared in (training, heldout):
         if prepared is not None:
             _check_tokenizer(prepared, target)
-    allowed = gate(config, target) if gate is not None and not resume else ()
+    allowed = gate(config, target) if gate is not None and not (out / CONFIG_FILE).exists() else ()
     return train_on(config, out, data, target, resume, allowed)
 
 

@@ -28,7 +28,9 @@ def check_unused(path: Path) -> None:
     Raises:
         StorageError: it holds something, is a file, or is the current folder, which cannot be replaced.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and not path.is_dir():
+        raise StorageError(f"{path} is a file: name a folder")
+    if path.exists() and any(path.iterdir()):
         raise StorageError(f"{path} is not empty: delete it, or name another folder")
     if path.resolve() == Path.cwd():
         raise StorageError(f"{path} is the current folder, which cannot be replaced: name a new folder")
@@ -98,6 +100,8 @@ def new_folder(path: Path) -> Iterator[Path]:
             temporary.mkdir(parents=True)
             yield temporary
             for file in temporary.iterdir():
+                if file.is_file():  # safetensors writes for the owner alone; a server may run as another user
+                    file.chmod(temporary.stat().st_mode & 0o666)
                 _sync(file)
             _sync(temporary)
             temporary.rename(path)

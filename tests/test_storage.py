@@ -40,8 +40,8 @@ def test_a_file_is_replaced_or_left(tmp_path: Path) -> None:
 
 def test_places_are_refused_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x").write_text("1")
-    for used in (tmp_path, tmp_path / "x"):
-        with pytest.raises(StorageError, match="not empty"):
+    for used, reason in ((tmp_path, "not empty"), (tmp_path / "x", "is a file")):
+        with pytest.raises(StorageError, match=reason):
             check_unused(used)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
@@ -75,3 +75,10 @@ def test_removal_and_leftovers(tmp_path: Path) -> None:
     (tmp_path / ".unfinished-c").write_text("half")
     remove_leftovers(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_of_a_new_folder_are_as_readable_as_the_folder(tmp_path: Path) -> None:
+    with new_folder(tmp_path / "new") as folder:
+        (folder / "weights").write_text("1")
+        (folder / "weights").chmod(0o600)
+    assert (tmp_path / "new" / "weights").stat().st_mode & 0o777 == (tmp_path / "new").stat().st_mode & 0o666

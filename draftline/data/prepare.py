@@ -49,14 +49,14 @@ def prepare(
         with closing(DatasetWriter(out, key)) as writer:
             preparation = Preparation(tokenizer, options, answerer, writer)
             _go_through(preparation, sources, progress)
+        report = preparation.report()
+        with storage_errors(out / TOKENIZER_KEY):
+            tokenizer.save_pretrained(out / TOKENIZER_KEY)
+        meta = {"key": key, TOKENIZER_KEY: TOKENIZER_KEY, "tokenizer_hash": tokenizer_identity, **preparation.meta()}
+        writer.complete(preparation.heldout, meta, report)
     except DataError:
         discard_partial(out)
         raise
-    report = preparation.report()
-    with storage_errors(out / TOKENIZER_KEY):
-        tokenizer.save_pretrained(out / TOKENIZER_KEY)
-    meta = {"key": key, TOKENIZER_KEY: TOKENIZER_KEY, "tokenizer_hash": tokenizer_identity, **preparation.meta()}
-    writer.complete(preparation.heldout, meta, report)
     return report
 
 
@@ -66,7 +66,8 @@ def _go_through(preparation: Preparation, sources: Sequence[str | Path], progres
         preparation.run(sources, progress)
     except KeyboardInterrupt as interrupt:
         raise Interrupted(
-            f"stopped after {preparation.saved_rows} rows; they are kept, and the same command goes on from there"
+            f"stopped; {preparation.saved_rows} prepared rows and all finished answers are kept, "
+            "and the same command goes on from there"
         ) from interrupt
     if preparation.accounting.rows_out == 0 and preparation.first_refusal:
         raise TemplateError(preparation.first_refusal)

@@ -122,10 +122,15 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
 
     Raises for any drop with `strict`, for a share of unreadable rows above `max_unreadable`, and if nothing is left.
     """
-    counts = ", ".join(f"{reason} {entry['count']}" for reason, entry in accounting.dropped.reasons.items())
+    counts = ", ".join(
+        f"{reason} {entry['count']}, first in {entry['first_file']} line {entry['first_line']}"
+        for reason, entry in accounting.dropped.reasons.items()
+    )
+    if accounting.rows_in == 0:
+        raise DataError("the data holds no row: give a file with at least one conversation")
     if accounting.rows_out == 0:
-        hint = " Nothing has an answer: add --regenerate." if "no_assistant" in accounting.dropped.reasons else ""
-        raise DataError(f"none of {accounting.rows_in} rows can be used (dropped: {counts or 'nothing read'}).{hint}")
+        mend = "add --regenerate" if "no_assistant" in accounting.dropped.reasons else "mend these lines"
+        raise DataError(f"none of {accounting.rows_in} rows can be used ({counts}): {mend}")
     if strict and accounting.dropped.total:
         raise DataError(
             f"{accounting.dropped.total} of {accounting.rows_in} rows are dropped ({counts}); "

@@ -139,9 +139,17 @@ class DatasetWriter:
         """Turn the files, appended and closed, into a data set at `out`, and the held-out rows into `out/heldout`.
 
         The files of `meta["tokenizer"]` must be in `out` already.
+
+        Raises:
+            DataError: nothing is left to train on.
         """
         rows = np.fromfile(self._partial / _ROWS_BIN, dtype=ROW)
         held = np.isin(rows["prompt_hash"], np.array(heldout.hashes, dtype=np.uint64))
+        if held.all():
+            raise DataError(
+                f"--heldout {len(heldout.hashes)} keeps all {len(rows)} conversations out of training: "
+                "lower it, or give more data"
+            )
         remove_folder(self._partial / _FINISHED)
         with new_folder(self._partial / _FINISHED) as folder:
             _describe(folder, rows[~held], {**meta, "fingerprint": f"{self.key}-train"}, report)

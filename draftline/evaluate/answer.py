@@ -10,6 +10,7 @@ import torch
 from draftline.data.conversations import Conversation, Message
 from draftline.data.regenerate import render_prompt, stop_token_ids
 from draftline.draft.model import DFlashDraftModel
+from draftline.errors import DataError
 from draftline.evaluate.generate import generate
 from draftline.evaluate.sampling import Sampling
 from draftline.target.model import Target
@@ -56,6 +57,8 @@ def answer_prompt(
         DataError: the prompt is empty or too long.
         TemplateError: the target has no chat template.
     """
+    if not text.strip():
+        raise DataError("the prompt is empty: give a text with --prompt")
     target.require_chat_template()
     tokenizer = target.require_tokenizer()
     ids = render_prompt(tokenizer, Conversation(messages=(Message(role="user", content=text),)), {})

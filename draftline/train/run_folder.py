@@ -28,6 +28,9 @@ from draftline.errors import CheckpointError, ConfigError, StorageError
 from draftline.storage import remove_leftovers, storage_errors, write_text
 from draftline.train.checkpoint import Checkpoint
 
+CONFIG_FILE = "config.yaml"
+"""Written before the first step; a folder without it has no run."""
+
 FREE_TO_CHANGE = (
     "data.path",
     "data.heldout_path",
@@ -70,7 +73,7 @@ def check_run_folder(folder: Path, config: RunConfig, resume: bool) -> None:
 
 def saved_config(folder: Path) -> RunConfig | None:
     """Settings of the run in a folder, none if there is no run."""
-    path = folder / "config.yaml"
+    path = folder / CONFIG_FILE
     return load_run_config(path) if path.exists() else None
 
 
@@ -81,7 +84,7 @@ def check_same_settings(folder: Path, saved: RunConfig, wanted: RunConfig) -> No
         if value != theirs[key] and not key.startswith(FREE_TO_CHANGE):
             raise ConfigError(
                 f"{key} is {value} in the run of {folder} and {theirs[key]} now: give the same settings "
-                f"(--config {folder / 'config.yaml'}), or another --out"
+                f"(--config {folder / CONFIG_FILE}), or another --out"
             )
 
 
@@ -144,7 +147,7 @@ def write_identity(
         "drafter": drafter_config.model_dump(mode="json"),
         "sessions": [*earlier, {**started, **session}],
     }
-    write_text(folder / "config.yaml", yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+    write_text(folder / CONFIG_FILE, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 

@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from draftline.data.dialogue import answer_slots
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.data.prompts import read_prompts
+from draftline.errors import DataError
 from tests.data.chat_tokenizers import THINKING, make_tokenizer
 from tests.data.test_prepare import row, write
 
@@ -31,7 +34,7 @@ def test_system_prompt_tools_and_options_are_kept(tmp_path: Path) -> None:
         {"messages": dialogue, "tools": [TOOL]},
         {**row("with option"), "chat_template_kwargs": {"enable_thinking": False}},
     ]
-    data = write(tmp_path / "data.jsonl", rows)
+    data = write(tmp_path / "data.jsonl", [*rows, row("for training")])
     prepare(make_tokenizer(THINKING), [data], tmp_path / "out", PrepareOptions(heldout=5))
     path = tmp_path / "out/heldout/prompts.jsonl"
     written = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
@@ -42,7 +45,9 @@ def test_system_prompt_tools_and_options_are_kept(tmp_path: Path) -> None:
         {"messages": dialogue, "tools": [TOOL]},
         {"messages": rows[4]["messages"][:1], "chat_template_kwargs": {"enable_thinking": False}},
     ]
-    assert sorted(map(json.dumps, written)) == sorted(map(json.dumps, expected))
+    expected.append({"turns": ["for training"]})
+    assert len(written) == 5
+    assert set(map(json.dumps, written)) < set(map(json.dumps, expected))
 
     given = {chat.prompt_hash(): chat for chat in read_prompts([data])}
     again = read_prompts([str(path)])
@@ -51,3 +56,11 @@ def test_system_prompt_tools_and_options_are_kept(tmp_path: Path) -> None:
         original = given[chat.prompt_hash()]
         assert (chat.tools, chat.template_options) == (original.tools, original.template_options)
         assert answer_slots(chat) == answer_slots(original)
+
+
+def test_holding_everything_back_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    data = write(tmp_path / "data.jsonl", [row("a"), row("b")])
+    with pytest.raises(DataError, match="--heldout 3 keeps all 2 conversations out of training"):
+        prepare(make_tokenizer(THINKING), [data], tmp_path / "out", PrepareOptions(heldout=3))
+    assert not (tmp_path / "out" / "meta.json").exists()
+    assert not (tmp_path / "out" / "partial").exists()

@@ -202,7 +202,7 @@ def test_interrupted_run_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch:
         if rows_in == 48:
             raise KeyboardInterrupt
 
-    with pytest.raises(Interrupted, match="48 rows"):
+    with pytest.raises(Interrupted, match="48 prepared rows"):
         prepare(tokenizer, [data], tmp_path / "out", options, progress=interrupt)
     with pytest.raises(DataError, match="is no complete prepared data set"):
         PreparedDataset.open(tmp_path / "out")
