@@ -147,8 +147,7 @@ class DatasetWriter:
         held = np.isin(rows["prompt_hash"], np.array(heldout.hashes, dtype=np.uint64))
         if held.all():
             raise DataError(
-                f"--heldout {len(heldout.hashes)} keeps all {len(rows)} conversations out of training: "
-                "lower it, or give more data"
+                f"--heldout keeps all {len(rows)} conversations out of training: lower it, or give more data"
             )
         remove_folder(self._partial / _FINISHED)
         with new_folder(self._partial / _FINISHED) as folder:

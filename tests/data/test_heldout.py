@@ -60,7 +60,7 @@ def test_system_prompt_tools_and_options_are_kept(tmp_path: Path) -> None:
 
 def test_holding_everything_back_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     data = write(tmp_path / "data.jsonl", [row("a"), row("b")])
-    with pytest.raises(DataError, match="--heldout 3 keeps all 2 conversations out of training"):
+    with pytest.raises(DataError, match="--heldout keeps all 2 conversations out of training"):
         prepare(make_tokenizer(THINKING), [data], tmp_path / "out", PrepareOptions(heldout=3))
     assert not (tmp_path / "out" / "meta.json").exists()
     assert not (tmp_path / "out" / "partial").exists()
