@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import pytest
 import torch
@@ -119,14 +120,12 @@ def test_waiting_for_the_target_is_the_drafters(target: Target) -> None:
 
 
 def test_waiting_for_room_is_the_targets(target: Target) -> None:
+    first_three = sum(len(SAMPLES[sample_id]) for plan in islice(plans(0), 3) for sample_id in plan.sample_ids)
     with threads_engine([capture_loop(share_weights(target))], queue_bytes=1) as engine:
         engine.get()
-        while engine.statistics().queue_rows < 1:
+        while engine.statistics().target_tokens < first_three:
             time.sleep(0.01)
-        made = engine.statistics().target_tokens
-        while engine.statistics().target_tokens == made:
-            time.sleep(0.01)
-        time.sleep(0.2)  # the loop holds a row for which there is no room
+        time.sleep(0.5)  # one row waits in the queue, and the loop holds another, for which there is no room
         engine.get()
         engine.get()
         assert engine.statistics().target_wait_seconds > 0.1
