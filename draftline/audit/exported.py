@@ -198,7 +198,7 @@ def scales(probe: Probe) -> Problem | None:
     target = probe.subject.target
     # measured on the live target: z-lab multiplies raw rows, so this number has to be right
     ids = probe.samples[0].input_ids[:4].to(target.device)
-    rows = target.embedding.get_parameter("weight")[ids].double()
+    rows = target.embedding.get_parameter("weight").detach()[ids].double()
     found = probe.reference[0].first_input[:4].double()
     measured = float((found * rows).sum() / rows.square().sum())
     written = float(_exported(probe).block.get("input_embedding_scale") or 1.0)
