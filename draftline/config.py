@@ -134,6 +134,9 @@ class TrainConfig(_Strict):
     """Steps between evaluations on held-out data; there is always one at the end."""
     eval_conversations: int = Field(256, ge=1)
     """Most held-out conversations that an evaluation reads; always the same ones."""
+    eval_walks: int = Field(32, ge=0)
+    """Most of them whose last answer is walked over for the teacher-forced acceptance length; the target reads each
+    of these again in every evaluation. 0: no such estimate."""
     save_every: int = Field(200, ge=1)
     """Steps between checkpoints; there is always one at the end."""
     keep_last: int = Field(2, ge=1)

@@ -60,9 +60,6 @@ from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_
 HELDOUT_FOLDER = "heldout"
 """Where `draftline prepare` puts what it keeps out, inside the prepared folder."""
 
-WALKED_ANSWERS = 32
-"""Held-out answers over which an evaluation walks for the teacher-forced acceptance length."""
-
 
 @dataclass(frozen=True)
 class RunResult:
@@ -337,7 +334,7 @@ class TrainingRun:
         """Teacher-forced acceptance length over some held-out answers; NaN where the devices differ."""
         if self._target.device != self._device:
             return math.nan
-        ids = self._data.heldout_ids[:WALKED_ANSWERS].tolist()
+        ids = self._data.heldout_ids[: self._config.train.eval_walks].tolist()
         answers = [split_last_answer(self._data.heldout[sample_id]) for sample_id in ids]
         walks = teacher_forced_walk(
             self._target,
