@@ -14,16 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
 from draftline.config import DFlashConfig, RunConfig
 from draftline.data.cache import tokenizer_hash
 from draftline.data.dataset import PreparedDataset
 from draftline.data.regenerate import weights_fingerprint
-from draftline.data.sampler import IntArray, Sampler, heldout_rows, split_heldout
+from draftline.data.sampler import Sampler, heldout_rows
+from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop
 from draftline.engine.inline import InlineEngine
 from draftline.engine.replicas import frozen_target, loop_targets
@@ -33,7 +31,7 @@ from draftline.engine.threads import ThreadsEngine
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.progress import counting
-from draftline.records import Sample, Samples, StepMetrics
+from draftline.records import Sample, StepMetrics
 from draftline.storage import without_nan
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.loop import TargetForwardLoop
@@ -86,49 +84,10 @@ class RunResult:
         return without_nan({**asdict(self), "folder": str(self.folder)})
 
 
-class Conversations(Samples, Protocol):
-    """A prepared data set."""
-
-    @property
-    def lengths(self) -> IntArray:
-        """Tokens of each conversation."""
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the contents."""
-
-    @property
-    def prompt_hashes(self) -> NDArray[np.uint64]:
-        """Equal where the prompts are."""
-
-    def used_token_ids(self) -> Tensor:
-        """[highest id + 1] bool, true for ids that occur."""
-
-    def __len__(self) -> int: ...
-
-
 class Engine(RowSource, AbstractContextManager["Engine"], Protocol):
     """Makes rows while its block runs."""
 
     def statistics(self) -> PipelineStatistics: ...
-
-
-@dataclass(frozen=True)
-class RunData:
-    """Conversations of a run: a data set and the numbers of those that are used, for training and held out."""
-
-    training: Conversations
-    training_ids: IntArray
-    heldout: Conversations
-    heldout_ids: IntArray
-
-    @property
-    def fingerprint(self) -> str:
-        """Identifies the contents, wherever they lie."""
-        parts = [self.training.fingerprint]
-        if self.heldout is not self.training:
-            parts.append(self.heldout.fingerprint)
-        return "+".join(parts)
 
 
 Gate = Callable[[RunConfig, Target], Sequence[str]]
@@ -177,27 +136,6 @@ def train_on(
     if resume:
         run.restore()
     return run.train(allowed)
-
-
-def choose_conversations(config: RunConfig, training: Conversations, heldout: Conversations | None) -> RunData:
-    """Decide what is trained on and what is held out; without held-out data some training data is kept back.
-
-    Raises:
-        ConfigError: a conversation is longer than `data.max_length`.
-    """
-    if heldout is None:
-        heldout = training
-        training_ids, heldout_ids = split_heldout(training.prompt_hashes, config.data.heldout_fraction)
-    else:
-        training_ids, heldout_ids = np.arange(len(training)), np.arange(len(heldout))
-    for conversations in (training, heldout):
-        longest = int(conversations.lengths.max(initial=0))
-        if longest > config.data.max_length:
-            raise ConfigError(
-                f"data.max_length is {config.data.max_length}, the longest conversation has {longest} tokens: "
-                "raise it, or prepare the data again with --max-length"
-            )
-    return RunData(training, training_ids, heldout, heldout_ids[: config.train.eval_conversations])
 
 
 class TrainingRun:

@@ -15,12 +15,13 @@ from draftline.audit.report import AuditReport, run_audit
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import DFlashConfig, DrafterConfig, RunConfig, TargetConfig
 from draftline.data.dataset import PreparedDataset
+from draftline.data.split import choose_conversations
 from draftline.engine.replicas import frozen_target
 from draftline.errors import CheckpointError, TargetError
 from draftline.export.facts import Given
 from draftline.export.folder import read_files
 from draftline.export.importing import checkpoint_folder, load_drafter
-from draftline.run import HELDOUT_FOLDER, choose_conversations, drafter_device
+from draftline.run import HELDOUT_FOLDER, drafter_device
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model, read_checkpoint

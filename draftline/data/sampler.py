@@ -78,10 +78,6 @@ class Sampler:
         self.total_rows = self._first_rows[-1] if wanted is None else wanted
         self.total_steps = -(-self.total_rows // rows_per_step)
 
-    def first_row(self, step: int) -> int:
-        """Sequence number of the first row of an optimiser step."""
-        return step * self._rows_per_step
-
     def plan(self, sequence_number: int) -> RowPlan:
         """The row at one place of the order."""
         if not 0 <= sequence_number < self.total_rows:
@@ -128,20 +124,6 @@ def heldout_rows(sample_ids: IntArray, lengths: IntArray, tokens_per_row: int) -
         RowPlan(sequence_number=number, step=number, last_of_step=True, epoch=0, sample_ids=row)
         for number, row in enumerate(rows)
     ]
-
-
-def split_heldout(prompt_hashes: NDArray[np.uint64], fraction: float) -> tuple[IntArray, IntArray]:
-    """Divide conversations into those to train on and those held out, both in ascending order.
-
-    A share of the distinct prompts is held out, with all their conversations, so no prompt is on both sides. The
-    choice depends on nothing but the arguments: runs with different seeds share their held-out set. At least one
-    prompt is held out if `fraction` is above 0, and at least one is left to train on.
-    """
-    distinct, prompt = np.unique(prompt_hashes, return_inverse=True)
-    wanted = min(max(round(len(distinct) * fraction), 1), len(distinct) - 1) if fraction > 0 else 0
-    chosen = np.random.default_rng(len(distinct)).permutation(len(distinct))[:wanted]
-    held = np.isin(prompt, chosen)
-    return np.flatnonzero(~held), np.flatnonzero(held)
 
 
 def _check_lengths(sample_ids: IntArray, lengths: IntArray) -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftline.data.sampler import Sampler, fill_rows, heldout_rows, split_heldout
+from draftline.data.sampler import Sampler, fill_rows, heldout_rows
 from draftline.errors import DataError
 
 
@@ -94,7 +94,6 @@ def test_max_steps_overrides_epochs_in_both_directions(max_steps: int) -> None:
     sampler = make_sampler([5, 5, 5], rows_per_step=2, epochs=1, max_steps=max_steps)
     assert sampler.total_steps == max_steps
     assert sampler.total_rows == 2 * max_steps
-    assert sampler.first_row(max_steps) == sampler.total_rows
 
 
 def test_unusable_lengths_are_named() -> None:
@@ -102,22 +101,6 @@ def test_unusable_lengths_are_named() -> None:
         make_sampler([])
     with pytest.raises(DataError, match="conversation 101"):
         make_sampler([3, 0])
-
-
-def test_heldout_split_is_disjoint_complete_and_not_empty() -> None:
-    for count, fraction in [(1, 0.5), (2, 0.01), (10, 0.25), (100, 0.99), (7, 0.0)]:
-        train, heldout = split_heldout(np.arange(count, dtype=np.uint64), fraction)
-        assert sorted([*train, *heldout]) == list(range(count))
-        assert len(train) >= 1
-        assert len(heldout) >= (1 if fraction and count > 1 else 0)
-    assert len(split_heldout(np.arange(100, dtype=np.uint64), 0.25)[1]) == 25
-
-
-def test_no_prompt_is_on_both_sides_of_the_heldout_split() -> None:
-    hashes = np.random.default_rng(0).integers(0, 20, size=200).astype(np.uint64)
-    train, heldout = split_heldout(hashes, 0.3)
-    assert len(set(hashes[heldout])) == 6
-    assert not set(hashes[train]) & set(hashes[heldout])
 
 
 def test_heldout_rows_keep_their_order() -> None:

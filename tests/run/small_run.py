@@ -12,8 +12,9 @@ import torch
 from safetensors.torch import load_file
 
 from draftline.config import load_run_config
+from draftline.data.split import RunData, choose_conversations
 from draftline.records import Sample
-from draftline.run import RunData, RunResult, choose_conversations, train_on
+from draftline.run import RunResult, train_on
 from draftline.train.run_folder import check_run_folder
 from tests.engine.tiny_target import tiny_samples, tiny_target
 
