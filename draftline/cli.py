@@ -123,7 +123,7 @@ def quickstart(
     """
     from rich.console import Console
 
-    from draftline.evaluate.benchmark import result_table
+    from draftline.evaluate.table import result_table
     from draftline.jobs import quickstart as run_quickstart
 
     trained, result = run_quickstart(out)
@@ -307,7 +307,7 @@ def evaluate(
     """Measure a drafter on prompts: acceptance length, equality with plain decoding, speed."""
     from rich.console import Console
 
-    from draftline.evaluate.benchmark import result_table
+    from draftline.evaluate.table import result_table
     from draftline.jobs import evaluate_drafter
 
     live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)

@@ -25,7 +25,8 @@ from draftline.data.writer import ANSWERS_FILE
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine.cores import intra_op_threads
 from draftline.errors import AuditRefusal, ConfigError, StorageError
-from draftline.evaluate.benchmark import EvaluationResult, evaluate_prompts
+from draftline.evaluate.benchmark import evaluate_prompts
+from draftline.evaluate.result import EvaluationResult
 from draftline.export.exporting import export_drafter
 from draftline.export.facts import Given
 from draftline.export.importing import load_drafter

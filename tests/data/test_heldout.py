@@ -49,8 +49,8 @@ def test_system_prompt_tools_and_options_are_kept(tmp_path: Path) -> None:
     assert len(written) == 5
     assert set(map(json.dumps, written)) < set(map(json.dumps, expected))
 
-    given = {chat.prompt_hash(): chat for chat in read_prompts([data])}
-    again = read_prompts([str(path)])
+    given = {prompt.conversation.prompt_hash(): prompt.conversation for prompt in read_prompts([data])}
+    again = [prompt.conversation for prompt in read_prompts([str(path)])]
     assert len(again) == 5
     for chat in again:
         original = given[chat.prompt_hash()]

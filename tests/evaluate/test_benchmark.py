@@ -13,12 +13,16 @@ from rich.console import Console
 
 from draftline.config import DrafterConfig, TargetConfig
 from draftline.data.conversations import Conversation, Message
+from draftline.data.prompts import Prompt
 from draftline.data.regenerate import stop_token_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate import benchmark
-from draftline.evaluate.benchmark import EvaluationResult, evaluate_prompts, result_table
+from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation
+from draftline.evaluate.pieces import token_slots
+from draftline.evaluate.result import EvaluationResult
+from draftline.evaluate.table import result_table
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.model import Target, load_target
 
@@ -26,8 +30,9 @@ NEW_TOKENS = 10
 TURNS = [["Sort these numbers: 5 2 9", "Now in reverse."], ["What is 12 + 7?"]]
 
 
-def dialogue(turns: list[str]) -> Conversation:
-    return Conversation(messages=tuple(Message(role="user", content=turn) for turn in turns))
+def dialogue(turns: list[str], number: int = 1) -> Prompt:
+    messages = tuple(Message(role="user", content=turn) for turn in turns)
+    return Prompt("prompts.jsonl", number, Conversation(messages=messages))
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +47,7 @@ def result(pair: tuple[Target, DFlashDraftModel]) -> EvaluationResult:
     seen: list[tuple[int, int]] = []
     found = evaluate_prompts(
         *pair,
-        [dialogue(turns) for turns in TURNS],
+        [dialogue(turns, number) for number, turns in enumerate(TURNS, start=1)],
         max_new_tokens=NEW_TOKENS,
         on_turn=lambda done, total: seen.append((done, total)),
     )
@@ -56,7 +61,8 @@ def test_json_holds_the_agreed_keys_and_adds_up(result: EvaluationResult) -> Non
         assert tree[key] > 0
     assert tree["greedy_equal"] == 1.0
     assert len(tree["per_prompt"]) == 3
-    assert all(turn.keys() == {"input_ids", "output_ids", "target_forwards"} for turn in tree["per_prompt"])
+    keys = {"file", "number", "turn", "asked", "text_pieces", "accepted_per_forward"}
+    assert all(turn.keys() == {"input_ids", "output_ids", "target_forwards", *keys} for turn in tree["per_prompt"])
     tokens = sum(len(turn["output_ids"]) - 1 for turn in tree["per_prompt"])
     forwards = sum(turn["target_forwards"] for turn in tree["per_prompt"])
     assert tree["acceptance_length"] == tokens / forwards
@@ -79,6 +85,19 @@ def test_the_second_turn_sees_the_first_answer(result: EvaluationResult, pair: t
     assert len(first.output_ids) <= NEW_TOKENS
 
 
+def test_each_turn_says_where_it_comes_from_and_what_was_drafted(
+    result: EvaluationResult, pair: tuple[Target, DFlashDraftModel]
+) -> None:
+    places = [(turn.file, turn.number, turn.turn, turn.asked) for turn in result.per_prompt]
+    asked = [(1, 1, TURNS[0][0]), (1, 2, TURNS[0][1]), (2, 1, TURNS[1][0])]
+    assert places == [("prompts.jsonl", *place) for place in asked]
+    for turn in result.per_prompt:
+        assert "".join(turn.text_pieces) == pair[0].require_tokenizer().decode(turn.output_ids)
+        slots = token_slots(len(turn.output_ids), turn.accepted_per_forward)
+        assert len(slots) == len(turn.text_pieces) == len(turn.output_ids)
+        assert sum(slot > 0 for slot in slots) == sum(turn.accepted_per_forward)
+
+
 def test_table_names_the_convention(result: EvaluationResult) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(result_table(result, "drafter"))
@@ -94,9 +113,9 @@ def test_numbers_that_do_not_exist_are_null(pair: tuple[Target, DFlashDraftModel
 
 def test_a_prompt_that_is_too_long_is_named_before_anything_is_answered(pair: tuple[Target, DFlashDraftModel]) -> None:
     limit = pair[0].config.max_position_embeddings
-    prompts = [dialogue(["Hello"]), dialogue(["many words " * limit])]
+    prompts = [dialogue(["Hello"]), dialogue(["many words " * limit], 2)]
     answered: list[int] = []
-    with pytest.raises(DataError, match=r"prompt 2, 'many words"):
+    with pytest.raises(DataError, match=r"prompts.jsonl line 2, 'many words"):
         evaluate_prompts(*pair, prompts, max_new_tokens=4, on_turn=lambda done, _total: answered.append(done))
     assert answered == []
 
