@@ -1,0 +1,457 @@
+"""Compare groups of runs: which one learned more, how much sooner, and how sure that is.
+
+    comparison = compare_groups({"before": [Path("run-a")], "after": [Path("run-b")]})
+    comparison.pairs[0].verdict                  'better', 'same' or 'worse'; of `after`, against `before`
+    comparison.pairs[0].ratio                    its accuracy at the last common step, as a multiple, with an interval
+    comparison.pairs[0].steps_to_same_accuracy   how many times sooner it reached what both reach
+    comparison.pairs[0].streak_ratio             its streak at the last common step, as a multiple
+
+The first group is the baseline of all others. **Verdict**: better if the whole 95 % interval of the ratio lies above
+1 + margin, worse if it lies below 1 - margin, else same. So `better` and `worse` claim a difference that matters in
+practice and is shown; `same` claims no more than that none is shown, and its sentence says whether the interval also
+lies within the margin (then the runs are as good as equal) or is too wide to tell. How intervals are made: `curves`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from draftline.curves import Curve, Estimate, Reach, ratio_of_places, ratio_of_reaches, ratio_of_values
+from draftline.differences import BLOCK_KEYS, TARGET_KEYS, Difference, Identities
+from draftline.errors import ConfigError, DataError
+from draftline.storage import without_nan
+from draftline.trajectory import AXES, Axis, Trajectory, own_name, read_trajectory
+
+Verdict = Literal["better", "same", "worse"]
+
+HELDOUT = ("heldout_accuracy", "heldout_streak", "heldout_teacher_forced_acceptance_length", "heldout_loss")
+TRAINING = ("accuracy", "streak", "loss")
+"""Values compared where both sides have them, the first one for the verdict. Held-out ones, if any, are enough."""
+
+ANY_BLOCK = ("heldout_teacher_forced_acceptance_length",)
+"""Values that mean the same whatever a block predicts, besides the accuracy of single slots."""
+
+LOWER_IS_BETTER = ("loss", "perplexity", "ppl", "nll", "error")
+"""Parts of names."""
+
+FEW_POINTS = 5
+PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Where on the common range of an axis, and of the values, the two are held against each other."""
+
+
+@dataclass(frozen=True)
+class SamePlace:
+    """Two groups at the same step, token or second.
+
+    Attributes:
+        place: where.
+        baseline, candidate: mean values of the two groups.
+        ratio: candidate over baseline; None where the baseline is not positive.
+    """
+
+    place: float
+    baseline: float
+    candidate: float
+    ratio: Estimate | None
+
+
+@dataclass(frozen=True)
+class Sooner:
+    """Two groups at the same value.
+
+    Attributes:
+        level: the value.
+        baseline, candidate: geometric mean of the positions where the runs first reach it; for a run that never does
+            its last position, for one that has it at its first measurement that position.
+        times: baseline over candidate: how many times sooner the candidate is there.
+        bound: `exactly` if every run reaches the level between its first and last measurement; else the true ratio
+            is `at least` or `at most` the one given, which has no interval.
+        never: groups of which a run never reaches it.
+    """
+
+    level: float
+    baseline: float
+    candidate: float
+    times: Estimate
+    bound: Literal["exactly", "at least", "at most"]
+    never: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AxisComparison:
+    """Two groups along one axis: at equal places, and at equal values, both in ascending order."""
+
+    same_place: tuple[SamePlace, ...]
+    sooner: tuple[Sooner, ...]
+
+    @property
+    def headline(self) -> Sooner | None:
+        """The furthest level that all runs reach, else the furthest that one side reaches."""
+        exact = [entry for entry in self.sooner if entry.bound == "exactly"]
+        best_first = [*reversed(exact), *reversed(self.sooner)]
+        return best_first[0] if best_first else None
+
+
+@dataclass(frozen=True)
+class MetricComparison:
+    """Two groups in one value, along each axis that all runs record."""
+
+    metric: str
+    rising: bool
+    axes: Mapping[Axis, AxisComparison]
+
+    @property
+    def ratio(self) -> Estimate | None:
+        """Candidate over baseline at the last common step."""
+        return self.axes["step"].same_place[-1].ratio
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Tokens per second of two groups, each run over its own length; means over runs, and candidate over baseline."""
+
+    baseline: float
+    candidate: float
+    ratio: Estimate
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One group against the baseline.
+
+    Attributes:
+        baseline, candidate: names of the groups.
+        verdict: of the candidate; None where nothing of quality can be compared.
+        reason: the verdict in one sentence, with its uncertainty.
+        metric: the value that the verdict is about; None without a verdict.
+        metrics: all values compared.
+        tokens_per_second: of training; None where not all runs record tokens and seconds.
+    """
+
+    baseline: str
+    candidate: str
+    verdict: Verdict | None
+    reason: str
+    metric: str | None
+    metrics: Mapping[str, MetricComparison]
+    tokens_per_second: Speed | None
+
+    @property
+    def ratio(self) -> Estimate | None:
+        """The value of the verdict at the last common step, candidate over baseline."""
+        return None if self.metric is None else self.metrics[self.metric].ratio
+
+    @property
+    def steps_to_same_accuracy(self) -> Sooner | None:
+        """How many times sooner, in steps, the candidate reaches what both reach in the value of the verdict."""
+        return None if self.metric is None else self.metrics[self.metric].axes["step"].headline
+
+    @property
+    def streak_ratio(self) -> Estimate | None:
+        """Streak at the last common step, candidate over baseline; None if it was not logged."""
+        streak = self.metrics.get("heldout_streak") or self.metrics.get("streak")
+        return None if streak is None else streak.ratio
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that `draftline compare` shows.
+
+    Attributes:
+        groups: paths of the runs by group; the first group is the baseline.
+        margin: smallest relative difference that matters.
+        pairs: each other group against the baseline.
+        differences: of configuration, data and environment.
+        notes: what limits the comparison, one sentence each.
+        curves: value -> group -> one curve per run.
+    """
+
+    groups: Mapping[str, tuple[Path, ...]]
+    margin: float
+    pairs: tuple[Pair, ...]
+    differences: tuple[Difference, ...]
+    notes: tuple[str, ...]
+    curves: Mapping[str, Mapping[str, tuple[Curve, ...]]]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything but the curves as plain values; what could not be measured is None."""
+        pairs = [
+            {
+                **asdict(pair),
+                "ratio": pair.ratio and asdict(pair.ratio),
+                "steps_to_same_accuracy": pair.steps_to_same_accuracy and asdict(pair.steps_to_same_accuracy),
+                "streak_ratio": pair.streak_ratio and asdict(pair.streak_ratio),
+            }
+            for pair in self.pairs
+        ]
+        plain: dict[str, Any] = without_nan(
+            {
+                "groups": {name: [str(path) for path in paths] for name, paths in self.groups.items()},
+                "margin": self.margin,
+                "pairs": pairs,
+                "differences": [asdict(difference) for difference in self.differences],
+                "notes": self.notes,
+            }
+        )
+        return plain
+
+
+def compare_groups(
+    groups: Mapping[str, Sequence[Path]],
+    *,
+    metric: Sequence[str] = (),
+    margin: float = 0.03,
+    lower_is_better: bool | None = None,
+) -> Comparison:
+    """Compare groups of runs (several seeds each, or one) with the first of them.
+
+    Arguments:
+        groups: run folders, CSV or JSONL files or TensorBoard folders by name of the group.
+        metric: the value of the verdict; further names are what other logs call it. None: held-out accuracy, else
+            what all runs have.
+        margin: smallest relative difference that matters.
+        lower_is_better: of that value; None: if its name says loss or error.
+
+    Raises:
+        ConfigError: fewer than two groups, an empty one, or a margin that is no share.
+        DataError: something is no run, is damaged, or there is no common value or step.
+    """
+    _check(groups, margin)
+    runs = {name: tuple(read_trajectory(path) for path in paths) for name, paths in groups.items()}
+    identities = Identities.of(runs)
+    notes = [*(note for group in runs.values() for run in group for note in run.notes), *identities.notes()]
+    chosen, metrics = _choose(runs, identities, [own_name(name) for name in metric], notes)
+    curves = {name: _curves(runs, name, metric if name == chosen else (), lower_is_better) for name in metrics}
+    notes += _few_points(curves[chosen]) if chosen else []
+    baseline, *others = groups
+    pairs = [_pair(runs, curves, chosen, (baseline, candidate), margin) for candidate in others]
+    if min(len(paths) for paths in groups.values()) == 1:
+        notes.append(
+            "One run a side cannot show what another seed would give: the interval covers what was measured, "
+            "not what would come again; three runs a side can"
+        )
+    return Comparison(
+        {name: tuple(paths) for name, paths in groups.items()},
+        margin,
+        tuple(pairs),
+        identities.differences(),
+        tuple(dict.fromkeys(notes)),
+        curves,
+    )
+
+
+def _check(groups: Mapping[str, Sequence[Path]], margin: float) -> None:
+    if len(groups) < 2:
+        raise ConfigError(f"{len(groups)} group(s) of runs: name two or more to compare")
+    for name, paths in groups.items():
+        if not paths:
+            raise ConfigError(f"group {name} has no run: name at least one")
+    if not 0 <= margin < 1:
+        raise ConfigError(f"margin is {margin}: give a share of at least 0 and below 1, for example 0.03")
+
+
+def _choose(
+    runs: Mapping[str, Sequence[Trajectory]], identities: Identities, wanted: Sequence[str], notes: list[str]
+) -> tuple[str | None, list[str]]:
+    """The value of the verdict and all values to compare; what is left out, and why, is added to `notes`."""
+    every = [run for group in runs.values() for run in group]
+    common = [name for name in every[0].names if all(name in run.names for run in every)]
+    for run in every:
+        if wanted and not set(wanted) & set(run.names):
+            raise DataError(f"{run.path} has no {' or '.join(wanted)}: it has {_listed(run.names)}")
+    known = [name for name in HELDOUT if name in common]
+    if not (known and _meet(every, known[0])):
+        if known and not wanted:
+            notes.append("The runs were never evaluated in a common stretch of steps: training values are compared")
+        known = [name for name in TRAINING if name in common]
+    targets, blocks = identities.differ_in(TARGET_KEYS), identities.differ_in(BLOCK_KEYS)
+    if targets:
+        notes.append(
+            f"The runs have different targets ({', '.join(targets)}): accuracy, streak, acceptance and loss are about "
+            "different predictions and cannot be compared"
+        )
+        known = []
+    elif blocks:
+        notes.append(
+            f"The runs have different blocks ({', '.join(blocks)}): accuracy, streak and loss are averages over "
+            "different slots and cannot be compared; acceptance length and the accuracy of single slots can"
+        )
+        single = [name for name in common if name.startswith("heldout_accuracy_by_position/")]
+        known = [name for name in ANY_BLOCK if name in common] + single
+    if wanted:
+        return wanted[0], list(dict.fromkeys([wanted[0], *known]))
+    if targets or blocks:
+        return next((name for name in known if name in ANY_BLOCK), None), known
+    if not known:
+        known = [_only_one(every, common)]
+    return known[0], known
+
+
+def _meet(every: Sequence[Trajectory], name: str) -> bool:
+    """Whether there is a step between the first and the last measurement of all runs."""
+    spans = [run.span(name) for run in every]
+    return max(first for first, _ in spans) <= min(last for _, last in spans)
+
+
+def _only_one(every: Sequence[Trajectory], common: Sequence[str]) -> str:
+    """The value to compare in logs of other programs, if there is no choice."""
+    if len(common) == 1:
+        return common[0]
+    if common:
+        raise DataError(f"the runs have several common values, {_listed(common)}: choose with --metric")
+    first, other = every[0], next(run for run in every if not set(run.names) & set(every[0].names))
+    raise DataError(
+        f"no common metric: {first.path} has {_listed(first.names)}, {other.path} has {_listed(other.names)}; "
+        "name both with --metric"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "no value"
+
+
+def _curves(
+    runs: Mapping[str, Sequence[Trajectory]], name: str, other_names: Sequence[str], lower_is_better: bool | None
+) -> dict[str, tuple[Curve, ...]]:
+    """One value of all runs; `other_names` are what it may be called."""
+    if lower_is_better is None or not other_names:
+        lower_is_better = any(part in name.lower() for part in LOWER_IS_BETTER)
+    found: dict[str, tuple[Curve, ...]] = {}
+    for group, members in runs.items():
+        names = [next((own for own in map(own_name, other_names) if own in run.names), name) for run in members]
+        series = [run.series(own) for run, own in zip(members, names, strict=True)]
+        found[group] = tuple(Curve.of(entry, rising=not lower_is_better) for entry in series)
+    return found
+
+
+def _few_points(curves: Mapping[str, Sequence[Curve]]) -> list[str]:
+    fewest = min(len(curve.values) for group in curves.values() for curve in group)
+    if fewest >= FEW_POINTS:
+        return []
+    return [
+        f"The value of the verdict was measured only {fewest} time(s) in a run: levels in between are interpolated; "
+        "a smaller train.eval_every, or --metric accuracy, shows more"
+    ]
+
+
+def _pair(
+    runs: Mapping[str, Sequence[Trajectory]],
+    curves: Mapping[str, Mapping[str, Sequence[Curve]]],
+    chosen: str | None,
+    names: tuple[str, str],
+    margin: float,
+) -> Pair:
+    baseline, candidate = names
+    metrics: dict[str, MetricComparison] = {}
+    for metric, by_group in curves.items():
+        axes = {axis: _along(axis, names, by_group) for axis in AXES}
+        known: dict[Axis, AxisComparison] = {axis: entry for axis, entry in axes.items() if entry is not None}
+        if "step" in known:
+            metrics[metric] = MetricComparison(metric, by_group[baseline][0].rising, known)
+        elif metric == chosen:
+            raise DataError(f"{baseline} and {candidate} have {metric} at no common step: nothing can be compared")
+    speed = _speed(runs[baseline], runs[candidate])
+    if chosen is None:
+        return Pair(baseline, candidate, None, "No verdict: see the notes.", None, metrics, speed)
+    verdict, reason = _judge(metrics[chosen], margin)
+    return Pair(baseline, candidate, verdict, reason, chosen, metrics, speed)
+
+
+def _along(axis: Axis, names: tuple[str, str], curves: Mapping[str, Sequence[Curve]]) -> AxisComparison | None:
+    """Compare along one axis; None if a run does not record it, or if there is no common stretch."""
+    baseline, candidate = curves[names[0]], curves[names[1]]
+    both = [*baseline, *candidate]
+    if any(axis not in curve.axes for curve in both):
+        return None
+    start, end = max(curve.axes[axis][0] for curve in both), min(curve.axes[axis][-1] for curve in both)
+    if start > end:
+        return None
+    places = dict.fromkeys(float(start + part * (end - start)) for part in PARTS)
+    same = tuple(_same_place(axis, place, baseline, candidate) for place in places)
+    found = (_sooner(axis, level, names, curves) for level in _levels(baseline, candidate))
+    return AxisComparison(same, tuple(entry for entry in found if entry is not None))
+
+
+def _same_place(axis: Axis, place: float, baseline: Sequence[Curve], candidate: Sequence[Curve]) -> SamePlace:
+    below, above = (float(np.mean([curve.at(axis, place) for curve in side])) for side in (baseline, candidate))
+    ratio = ratio_of_values(candidate, baseline, axis, place) if below > 0 else None
+    return SamePlace(place, below, above, ratio)
+
+
+def _levels(baseline: Sequence[Curve], candidate: Sequence[Curve]) -> list[float]:
+    """Values to reach: parts of the way that all runs go, then the best that all runs of one side reach."""
+    sign = 1.0 if baseline[0].rising else -1.0
+    first = max(sign * curve.monotone[0] for curve in (*baseline, *candidate))
+    tops = [min(sign * curve.monotone[-1] for curve in side) for side in (baseline, candidate)]
+    common = min(tops)
+    levels = [first + part * (common - first) for part in PARTS[1:]] if common > first else [common]
+    return [float(sign * level) for level in dict.fromkeys([*levels, max(tops)])]
+
+
+def _sooner(axis: Axis, level: float, names: tuple[str, str], curves: Mapping[str, Sequence[Curve]]) -> Sooner | None:
+    """Compare where a level is reached; None if what is missing on the two sides pulls both ways."""
+    baseline, candidate = ([curve.reach(axis, level) for curve in curves[name]] for name in names)
+    if any(reach.place <= 0 for reach in (*baseline, *candidate)):
+        return None
+    more = _any(baseline, "never") or _any(candidate, "before")
+    less = _any(candidate, "never") or _any(baseline, "before")
+    if more and less:
+        return None
+    places = [[reach.place for reach in side] for side in (baseline, candidate)]
+    both = (curves[names[0]], curves[names[1]])
+    times = Estimate(ratio_of_places(*places).value) if more or less else ratio_of_reaches(*both, axis, level)
+    slow, fast = (float(np.exp(np.mean(np.log(side)))) for side in places)
+    never = tuple(name for name, side in zip(names, (baseline, candidate), strict=True) if _any(side, "never"))
+    bound: Literal["exactly", "at least", "at most"] = "at least" if more else "at most" if less else "exactly"
+    return Sooner(level, slow, fast, times, bound, never)
+
+
+def _any(reaches: Sequence[Reach], state: str) -> bool:
+    return any(reach.state == state for reach in reaches)
+
+
+def _speed(baseline: Sequence[Trajectory], candidate: Sequence[Trajectory]) -> Speed | None:
+    rates = [[run.tokens_per_second for run in side] for side in (baseline, candidate)]
+    below, above = ([rate for rate in side if rate is not None] for side in rates)
+    if len(below) < len(baseline) or len(above) < len(candidate):
+        return None
+    return Speed(float(np.mean(below)), float(np.mean(above)), ratio_of_places(above, below))
+
+
+def _judge(found: MetricComparison, margin: float) -> tuple[Verdict, str]:
+    """The verdict and its sentence."""
+    last = found.axes["step"].same_place[-1]
+    where = f"{found.metric} at step {last.place:,.0f}"
+    if last.ratio is None:
+        raise DataError(f"{where} is {last.baseline:.3g} in the baseline: a ratio needs more than 0; choose --metric")
+    ratio = last.ratio
+    low, high = (ratio.value if bound is None else bound for bound in (ratio.low, ratio.high))
+    above, below = low > 1 + margin, high < 1 - margin
+    verdict: Verdict = "same" if not (above or below) else "better" if above == found.rising else "worse"
+    if ratio.low is None:
+        sure = "uncertainty unknown, too few measurements"
+    else:
+        sure = f"95 % interval {_change(low)} to {_change(high)}, from {_BASES[ratio.basis]}"
+    if verdict != "same":
+        claim = ""
+    elif 1 - margin <= low and high <= 1 + margin:
+        claim = f"; any difference lies within the margin of {margin:.0%}"
+    else:
+        claim = f"; a difference beyond the margin of {margin:.0%} is not shown, nor excluded"
+    return verdict, f"{where} is {_change(ratio.value)} ({sure}){claim}."
+
+
+_BASES = {
+    "seeds": "the spread of runs on both sides",
+    "seeds of one side": "the spread of runs on one side",
+    "scatter": "the scatter of the measurements of single runs",
+}
+
+
+def _change(ratio: float) -> str:
+    return f"{(ratio - 1) * 100:+.1f} %"

@@ -1,0 +1,280 @@
+"""What a run measured while it trained, read from wherever it was written.
+
+    our run folder          metrics.jsonl (see train/log.py) and run.json
+    a JSONL file            one object per line with a `step`
+    a CSV file              a step column, value columns, if there are any also tokens and seconds
+    a TensorBoard folder    the scalars of its event files; seconds are wall-clock times since the first
+
+A value that is missing at a step (an empty cell, null) was not measured there; anything else that is no finite number
+is an error when that value is asked for, so that damage in a column nobody compares stops nothing.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from draftline.errors import DataError
+
+Axis = Literal["step", "tokens", "seconds"]
+AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
+"""What two runs can be held against each other at the same amount of."""
+
+FloatArray = NDArray[np.float64]
+
+AXIS_NAMES: Mapping[str, Axis] = {
+    "step": "step",
+    "steps": "step",
+    "global_step": "step",
+    "iteration": "step",
+    "iter": "step",
+    "tokens": "tokens",
+    "num_tokens": "tokens",
+    "seconds": "seconds",
+    "_runtime": "seconds",
+    "relative time": "seconds",
+}
+"""Column names, in lower case, that say how far a run is; `Step` of TensorBoard's and W&B's exports among them."""
+
+EVENT_FILES = "events.out.tfevents.*"
+
+
+class Cell(NamedTuple):
+    """One measurement as it was found: which line, how far the run was, and what is written there."""
+
+    line: int
+    step: float
+    tokens: float | None
+    seconds: float | None
+    value: Any
+
+    def place(self, axis: Axis) -> float | None:
+        """How far the run was."""
+        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}[axis]
+
+
+@dataclass(frozen=True)
+class Series:
+    """One value of one run, checked.
+
+    Attributes:
+        axes: [n] positions on each axis that the source knows; `step` always, strictly increasing.
+        values: [n], finite.
+    """
+
+    axes: Mapping[Axis, FloatArray]
+    values: FloatArray
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """All that a run measured.
+
+    Attributes:
+        path: where it was read.
+        cells: measurements by name of the value, in the order of the file.
+        identity: content of run.json, empty for a log of another program.
+        notes: what a reader should know about the file: a torn line, a run that is not at its end.
+    """
+
+    path: Path
+    cells: Mapping[str, Sequence[Cell]]
+    identity: Mapping[str, Any]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Values that were measured at least once."""
+        return tuple(name for name, cells in self.cells.items() if any(_written(cell.value) for cell in cells))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Over the whole run; None if it does not record both."""
+        cells = (cell for cells in self.cells.values() for cell in cells)
+        last = max(cells, key=lambda cell: cell.step)
+        return last.tokens / last.seconds if last.tokens and last.seconds else None
+
+    def span(self, name: str) -> tuple[float, float]:
+        """First and last step at which a value was measured."""
+        steps = [cell.step for cell in self.cells[name] if _written(cell.value)]
+        return min(steps), max(steps)
+
+    def series(self, name: str) -> Series:
+        """One value over the run, in the order of the steps; of two measurements at one step the later one counts.
+
+        Raises:
+            DataError: something there is no finite number.
+        """
+        by_step = {cell.step: (cell, self._number(name, cell)) for cell in self.cells[name] if _written(cell.value)}
+        ordered = [by_step[step] for step in sorted(by_step)]
+        axes: dict[Axis, FloatArray] = {}
+        for axis in AXES:
+            places = [cell.place(axis) for cell, _ in ordered]
+            if None not in places and np.all(np.diff(np.array(places, dtype=np.float64)) >= 0):
+                axes[axis] = np.array(places, dtype=np.float64)
+        return Series(axes, np.array([value for _, value in ordered]))
+
+    def _number(self, name: str, cell: Cell) -> float:
+        return _number(cell.value, f"{self.path} line {cell.line}: {name}")
+
+
+def read_trajectory(path: Path) -> Trajectory:
+    """Read a run folder, a JSONL or CSV file or a TensorBoard folder.
+
+    Raises:
+        DataError: there is nothing of that kind, or it is empty or damaged.
+    """
+    if path.is_file():
+        return _read_jsonl(path, {}) if path.suffix in {".jsonl", ".json"} else _read_csv(path)
+    if not path.exists():
+        raise DataError(f"{path} does not exist: name a run folder, a CSV file or a TensorBoard folder")
+    if (path / "metrics.jsonl").exists():
+        return _read_run(path)
+    if any(path.glob(EVENT_FILES)):
+        return _read_events(path)
+    raise DataError(f"{path} is no run: {_what_is_missing(path)}")
+
+
+def _what_is_missing(folder: Path) -> str:
+    if (folder / "config.yaml").exists():
+        return "it has settings but no metrics.jsonl yet; compare again after its first logged step"
+    below = sorted({str(found.parent.relative_to(folder)) for found in folder.rglob(EVENT_FILES)})
+    if below:
+        return f"its TensorBoard logs are in {', '.join(below[:4])}; name one of them"
+    return "it has neither metrics.jsonl nor TensorBoard event files; name the folder that `draftline train` wrote"
+
+
+def _read_run(folder: Path) -> Trajectory:
+    path = folder / "run.json"
+    try:
+        identity = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (ValueError, OSError) as error:
+        raise DataError(f"{path} cannot be read ({error}): restore it, or compare metrics.jsonl alone") from error
+    log = _read_jsonl(folder / "metrics.jsonl", identity)
+    planned = identity.get("data", {}).get("steps")
+    reached = int(max(cell.step for cells in log.cells.values() for cell in cells))
+    unfinished = planned is not None and reached < planned
+    ending = (f"{folder} is at step {reached:,} of {planned:,}: compared as far as it goes",) if unfinished else ()
+    notes = () if path.exists() else (f"{folder} has no run.json: its settings and data are not compared",)
+    return Trajectory(folder, log.cells, identity, (*log.notes, *ending, *notes))
+
+
+def _read_jsonl(path: Path, identity: Mapping[str, Any]) -> Trajectory:
+    lines = _text(path).splitlines()
+    rows: list[tuple[int, dict[str, Any]]] = []
+    notes: list[str] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            whole = isinstance(row, dict) and "step" in row
+        except ValueError:
+            whole = False
+        if whole:
+            rows.append((number, _with_axes(path, number, row, {axis: axis for axis in AXES})))
+        elif number == len(lines) and rows:
+            notes.append(f"{path} ends in a torn line, which is left out")
+        else:
+            raise DataError(f"{path} line {number} is no JSON object with a step: restore or delete it")
+    if not rows:
+        raise DataError(f"{path} is empty: compare again after the run has logged its first step")
+    return Trajectory(path, _cells(rows), identity, tuple(notes))
+
+
+def _read_csv(path: Path) -> Trajectory:
+    table = csv.reader(_text(path).splitlines())
+    header = [name.strip() for name in next(table, [])]
+    axes = {AXIS_NAMES[name.lower()]: name for name in reversed(header) if name.lower() in AXIS_NAMES}
+    if "step" not in axes:
+        raise DataError(f"{path} has no step column: its header is {','.join(header)[:200]!r}; call one column step")
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, cells in enumerate(table, 2):
+        if len(cells) > len(header):
+            raise DataError(f"{path} line {number} has {len(cells)} cells for {len(header)} columns: mend the line")
+        row: dict[str, Any] = dict(zip(header, cells, strict=False))
+        if any(cell.strip() for cell in cells):
+            rows.append((number, _with_axes(path, number, row, axes)))
+    if not rows:
+        raise DataError(f"{path} has a header but no line: nothing was measured")
+    return Trajectory(path, _cells(rows), {})
+
+
+def _with_axes(path: Path, number: int, row: dict[str, Any], axes: Mapping[Axis, str]) -> dict[str, Any]:
+    """The row with its positions as numbers, under our names."""
+    places: dict[str, float | None] = {}
+    for axis, name in axes.items():
+        cell = row.pop(name, None)
+        if axis == "step" or _written(cell):
+            places[axis] = _number(cell, f"{path} line {number}: {name}")
+    return {**row, **places}
+
+
+def _read_events(folder: Path) -> Trajectory:
+    from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+    from tensorboard.util import tensor_util
+
+    events = EventAccumulator(str(folder), size_guidance={SCALARS: 0, "tensors": 0}).Reload()
+    found: dict[str, list[tuple[int, float, float]]] = {}
+    for tag in events.Tags()["scalars"]:
+        found[tag] = [(event.step, event.wall_time, event.value) for event in events.Scalars(tag)]
+    for tag in events.Tags()["tensors"]:
+        numbers = [(e.step, e.wall_time, tensor_util.make_ndarray(e.tensor_proto)) for e in events.Tensors(tag)]
+        if all(number.shape == () and number.dtype.kind == "f" for _, _, number in numbers):
+            found[tag] = [(step, time, float(number)) for step, time, number in numbers]
+    if not any(found.values()):
+        raise DataError(f"{folder} has event files without a scalar: nothing to compare was logged")
+    first = min(time for events_of_tag in found.values() for _, time, _ in events_of_tag)
+    cells = {
+        own_name(tag): [Cell(n, step, None, time - first, value) for n, (step, time, value) in enumerate(measured, 1)]
+        for tag, measured in found.items()
+    }
+    return Trajectory(folder, cells, {})
+
+
+def own_name(tag: str) -> str:
+    """Our name of a scalar that `draftline train` writes to TensorBoard under this tag."""
+    return tag.replace("heldout/", "heldout_", 1).removeprefix("train/")
+
+
+def _cells(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, list[Cell]]:
+    """Columns from lines; a list becomes one column per entry, `name/1` for the second."""
+    cells: dict[str, list[Cell]] = {}
+    for number, row in rows:
+        place = (number, float(row["step"]), row.get("tokens"), row.get("seconds"))
+        for name, value in row.items():
+            listed = isinstance(value, list)
+            entries = [(f"{name}/{k}", entry) for k, entry in enumerate(value)] if listed else [(name, value)]
+            for column, entry in entries:
+                if column not in AXES:
+                    cells.setdefault(column, []).append(Cell(*place, entry))
+    return cells
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise DataError(f"{path} cannot be read ({reason}): name a run folder, a CSV file or a JSONL file") from error
+
+
+def _written(value: Any) -> bool:
+    return value is not None and not (isinstance(value, str) and not value.strip())
+
+
+def _number(value: Any, where: str) -> float:
+    """A finite number, or a `DataError` that says where there is none."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{where} is {value!r}, which is no number: mend or delete the line") from error
+    if not math.isfinite(number):
+        raise DataError(f"{where} is {value}: the run diverged there or measured nothing; cut the file before it")
+    return number

@@ -1,0 +1,124 @@
+"""Verdicts on groups of runs with known curves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftline.compare import Pair, compare_groups
+from draftline.errors import ConfigError, DataError
+from tests.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
+
+SMOOTH = 0.3 * (1 - np.exp(-STEPS / 300))
+TWICE_AS_FAST = 0.3 * (1 - np.exp(-STEPS / 150))
+
+
+def draw_groups(folder: Path, rng: np.random.Generator, **candidate: float) -> dict[str, list[Path]]:
+    groups: dict[str, list[Path]] = {}
+    for name, changes in (("before", {}), ("after", candidate)):
+        groups[name] = [write_csv(folder / f"{name}-{k}.csv", learning_curve(rng, **changes)) for k in range(3)]
+    return groups
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"), [({}, "same"), ({"top": 0.24}, "worse"), ({"top": 0.38, "pace": 200.0}, "better")]
+)
+def test_groups_of_three_are_judged_right_in_at_least_95_percent(
+    tmp_path: Path, changes: dict[str, float], expected: str
+) -> None:
+    rng = np.random.default_rng(4)
+    verdicts = [compare_groups(draw_groups(tmp_path, rng, **changes)).pairs[0].verdict for _ in range(40)]
+    assert verdicts.count(expected) >= 38
+
+
+def runs(folder: Path, after: np.ndarray = TWICE_AS_FAST, **identities: Any) -> dict[str, list[Path]]:
+    return {
+        "before": [write_run(folder / "a", heldout_records(SMOOTH), identities.get("before"))],
+        "after": [write_run(folder / "b", heldout_records(after, rate=400), identities.get("after"))],
+    }
+
+
+def only_pair(groups: dict[str, list[Path]], **options: Any) -> Pair:
+    return compare_groups(groups, **options).pairs[0]
+
+
+def test_twice_as_fast_is_twice_as_soon(tmp_path: Path) -> None:
+    pair = only_pair(runs(tmp_path))
+    by_step = pair.metrics["heldout_accuracy"].axes["step"]
+    exact = [entry for entry in by_step.sooner if entry.bound == "exactly"]
+    assert [entry.times.value for entry in exact] == pytest.approx([2] * len(exact), rel=0.03)
+    assert pair.steps_to_same_accuracy == exact[-1]
+    assert exact[-1].baseline == pytest.approx(1000)
+    assert pair.metrics["heldout_accuracy"].axes["seconds"].headline.times.value == pytest.approx(4, rel=0.03)
+    assert pair.tokens_per_second.ratio.value == pytest.approx(2)
+    last = by_step.same_place[-1]
+    assert (last.place, last.baseline, last.candidate) == pytest.approx((1000, SMOOTH[-1], TWICE_AS_FAST[-1]))
+    assert pair.streak_ratio.value == pytest.approx(TWICE_AS_FAST[-1] / SMOOTH[-1])
+
+
+def test_what_one_side_never_reaches_is_a_bound(tmp_path: Path) -> None:
+    pair = only_pair(runs(tmp_path, 2 * SMOOTH))
+    best = pair.metrics["heldout_accuracy"].axes["step"].sooner[-1]
+    assert (best.bound, best.never, best.times.low) == ("at least", ("before",), None)
+    assert best.level == pytest.approx(2 * SMOOTH[-1])
+    assert best.times.value == pytest.approx(1)
+    assert pair.verdict == "better"
+
+
+def test_where_curves_have_no_value_in_common_there_is_a_bound(tmp_path: Path) -> None:
+    pair = only_pair(runs(tmp_path, SMOOTH + 1))
+    first, best = pair.metrics["heldout_accuracy"].axes["step"].sooner
+    assert (first.bound, first.times.value) == ("at least", pytest.approx(1000 / 50))
+    assert (best.bound, best.times.value) == ("at least", pytest.approx(1))
+
+
+def test_less_loss_is_better(tmp_path: Path) -> None:
+    falling = {"a": write_csv(tmp_path / "a.csv", 3 - SMOOTH), "b": write_csv(tmp_path / "b.csv", 2 - SMOOTH)}
+    groups = {name: [path] for name, path in falling.items()}
+    assert only_pair(groups).verdict == "worse"
+    assert only_pair(groups, lower_is_better=True, metric=["accuracy"]).verdict == "better"
+
+
+def test_a_small_difference_that_is_sure_is_still_the_same(tmp_path: Path) -> None:
+    groups = runs(tmp_path, SMOOTH * 1.015)
+    pair = only_pair(groups)
+    assert pair.verdict == "same"
+    assert "within the margin" in pair.reason
+    assert only_pair(groups, margin=0.001).verdict == "better"
+
+
+def test_a_wide_interval_is_said_to_be_wide(tmp_path: Path) -> None:
+    rng = np.random.default_rng(5)
+    noisy = SMOOTH * (1 + 0.1 * rng.standard_normal(len(SMOOTH)))
+    pair = only_pair(runs(tmp_path, noisy))
+    assert pair.verdict == "same"
+    assert "nor excluded" in pair.reason
+
+
+def test_several_groups_are_each_compared_with_the_first(tmp_path: Path) -> None:
+    groups = {name: [write_csv(tmp_path / f"{name}.csv", top * SMOOTH)] for name, top in (("x", 1), ("y", 2), ("z", 3))}
+    comparison = compare_groups(groups)
+    assert [(pair.baseline, pair.candidate) for pair in comparison.pairs] == [("x", "y"), ("x", "z")]
+    assert [pair.ratio.value for pair in comparison.pairs] == pytest.approx([2, 3])
+
+
+@pytest.mark.parametrize("margin", [-0.1, 1.0])
+def test_a_margin_that_is_no_share_is_refused(tmp_path: Path, margin: float) -> None:
+    with pytest.raises(ConfigError, match="margin"):
+        compare_groups(runs(tmp_path), margin=margin)
+
+
+def test_too_few_groups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="two or more"):
+        compare_groups({"a": [tmp_path]})
+    with pytest.raises(ConfigError, match="no run"):
+        compare_groups({"a": [tmp_path], "b": []})
+
+
+def test_a_baseline_at_zero_is_refused(tmp_path: Path) -> None:
+    groups = {"a": [write_csv(tmp_path / "a.csv", 0 * SMOOTH)], "b": [write_csv(tmp_path / "b.csv", SMOOTH)]}
+    with pytest.raises(DataError, match="more than 0"):
+        compare_groups(groups)
