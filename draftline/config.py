@@ -10,7 +10,7 @@ default left open. It is what a checkpoint stores and what an export is written 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -275,6 +275,14 @@ def decay_gamma(loss: LossConfig, block_size: int) -> float:
     if loss.decay_gamma is not None:
         return loss.decay_gamma
     return PUBLISHED_DECAY[block_size] if block_size in PUBLISHED_DECAY else block_size / 2
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings as `section.key` -> value."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
+    return flat
 
 
 def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:

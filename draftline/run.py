@@ -40,10 +40,10 @@ from draftline.train.checkpoint import CheckpointStore, read_checkpoint
 from draftline.train.display import open_display
 from draftline.train.drafter import Drafter
 from draftline.train.estimate import check_disk, estimate_run
+from draftline.train.history import CONFIG_FILE
 from draftline.train.log import Record, RunLog, metrics_record
 from draftline.train.loop import DrafterTrainLoop, LoopParts
 from draftline.train.run_folder import (
-    CONFIG_FILE,
     check_run_folder,
     check_same_run,
     check_same_target,

@@ -21,16 +21,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draftline.data.files import IDS_FILE, MASK_FILE, META_FILE, REPORT_FILE, ROWS_FILE
 from draftline.errors import DataError
 from draftline.records import Sample
 
-IDS_FILE, MASK_FILE, ROWS_FILE, META_FILE, REPORT_FILE = (
-    "input_ids.bin",
-    "loss_mask.bin",
-    "rows.npy",
-    "meta.json",
-    "report.json",
-)
 TOKENIZER_KEY = "tokenizer"
 """Entry of the meta data: the tokenizer's folder, relative to the data set's."""
 FORMAT = 1

@@ -17,16 +17,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from draftline.data.dataset import (
-    FORMAT,
-    IDS_FILE,
-    MASK_FILE,
-    META_FILE,
-    REPORT_FILE,
-    ROW,
-    ROWS_FILE,
-    TOKENIZER_KEY,
-)
+from draftline.data.dataset import FORMAT, ROW, TOKENIZER_KEY
+from draftline.data.files import IDS_FILE, MASK_FILE, META_FILE, REPORT_FILE, ROWS_FILE
 from draftline.data.heldout import HeldoutPrompts
 from draftline.errors import DataError
 from draftline.storage import (

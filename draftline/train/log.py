@@ -25,6 +25,7 @@ from draftline.config import LossConfig
 from draftline.records import StepMetrics
 from draftline.storage import storage_errors, without_nan, write_text
 from draftline.train.display import Display
+from draftline.train.history import METRICS_FILE, SPEED_FILE, whole_lines
 from draftline.train.state import TrainState
 from draftline.train.step import StepResult
 from draftline.transfer.statistics import PipelineStatistics
@@ -57,7 +58,8 @@ class JsonLines:
     def __init__(self, path: Path, last_step: int) -> None:
         self._path = path
         if path.exists():
-            write_text(path, "".join(line for line in _whole_lines(path) if json.loads(line)["step"] <= last_step))
+            kept = [line for line, record in whole_lines(path) if record["step"] <= last_step]
+            write_text(path, b"".join(kept).decode("utf-8"))
         with storage_errors(path):
             self._file = path.open("a", encoding="utf-8")
 
@@ -102,8 +104,8 @@ class RunLog:
         self._learning_rate = learning_rate
         self._loss = loss
         self._display = display
-        self._metrics = JsonLines(folder / "metrics.jsonl", state.step)
-        self._speed = JsonLines(folder / "speed.jsonl", state.step)
+        self._metrics = JsonLines(folder / METRICS_FILE, state.step)
+        self._speed = JsonLines(folder / SPEED_FILE, state.step)
         with storage_errors(folder / "tensorboard"):
             self._scalars = SummaryWriter(folder / "tensorboard", purge_step=state.step + 1)
         self._meter = SpeedMeter(statistics, state)
@@ -191,21 +193,6 @@ class SpeedMeter:
         }
         self._clock, self._before, self._tokens = now, after, state.tokens
         return record
-
-
-def _whole_lines(path: Path) -> list[str]:
-    """Lines up to the first that a crash has torn."""
-    lines = path.read_bytes().decode("utf-8", errors="replace").splitlines(keepends=True)
-    whole: list[str] = []
-    for line in lines:
-        try:
-            complete = line.endswith("\n") and "step" in json.loads(line)
-        except ValueError:
-            complete = False
-        if not complete:
-            break
-        whole.append(line)
-    return whole
 
 
 def _tag(name: str) -> str:

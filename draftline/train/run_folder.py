@@ -23,13 +23,11 @@ import torch
 import yaml
 
 import draftline
-from draftline.config import DFlashConfig, RunConfig, load_run_config
+from draftline.config import DFlashConfig, RunConfig, flatten, load_run_config
 from draftline.errors import CheckpointError, ConfigError, StorageError
 from draftline.storage import remove_leftovers, storage_errors, write_text
 from draftline.train.checkpoint import Checkpoint
-
-CONFIG_FILE = "config.yaml"
-"""Written before the first step; a folder without it has no run."""
+from draftline.train.history import CONFIG_FILE, IDENTITY_FILE
 
 FREE_TO_CHANGE = (
     "data.path",
@@ -79,7 +77,7 @@ def saved_config(folder: Path) -> RunConfig | None:
 
 def check_same_settings(folder: Path, saved: RunConfig, wanted: RunConfig) -> None:
     """Raise a `ConfigError` that names the first setting in which a run and the wish to continue it differ."""
-    ours, theirs = _flatten(saved.model_dump(mode="json")), _flatten(wanted.model_dump(mode="json"))
+    ours, theirs = flatten(saved.model_dump(mode="json")), flatten(wanted.model_dump(mode="json"))
     for key, value in ours.items():
         if value != theirs[key] and not key.startswith(FREE_TO_CHANGE):
             raise ConfigError(
@@ -103,7 +101,7 @@ def check_same_run(
 
 def check_same_target(folder: Path, fingerprint: str) -> None:
     """Raise a `CheckpointError` if the run in a folder was begun with other weights of the target."""
-    path = folder / "run.json"
+    path = folder / IDENTITY_FILE
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     if known.get("target", fingerprint) != fingerprint:
         raise CheckpointError(
@@ -133,7 +131,7 @@ def write_identity(
     with storage_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
-    path = folder / "run.json"
+    path = folder / IDENTITY_FILE
     earlier = json.loads(path.read_text(encoding="utf-8"))["sessions"] if path.exists() else []
     started = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "command": sys.argv}
     content = {
@@ -172,10 +170,3 @@ def _git(folder: Path, *words: str) -> str | None:
 
 def _device_names() -> list[str]:
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] or ["cpu"]
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
-    return flat

@@ -1,0 +1,102 @@
+"""Reads back what a run has written, also while it is still writing and after a crash. Does not import torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+FloatArray = NDArray[np.float64]
+
+CONFIG_FILE = "config.yaml"
+"""Written before the first step; a folder without it has no run."""
+
+IDENTITY_FILE, METRICS_FILE, SPEED_FILE = "run.json", "metrics.jsonl", "speed.jsonl"
+
+AUDIT_FILE = "audit.json"
+"""What the audit said before the first step, as `draftline audit --json` writes it."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure over the run: the steps at which it was measured, and its values, [n] each."""
+
+    steps: FloatArray
+    values: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+NOTHING = Column(np.zeros(0), np.zeros(0))
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A file of lines with a `step`, turned into columns.
+
+    Attributes:
+        whole: lines that could be read.
+        lines: all lines, those behind a torn one included.
+        last_step: of the last line that could be read, 0 without any.
+        by_name: a list of numbers becomes one column per place, `name/0`, `name/1`, ..; what is None was not measured.
+    """
+
+    whole: int
+    lines: int
+    last_step: int
+    by_name: Mapping[str, Column]
+
+    def __getitem__(self, name: str) -> Column:
+        """A column, empty if it was never measured."""
+        return self.by_name.get(name, NOTHING)
+
+    def places(self, name: str) -> dict[int, Column]:
+        """Columns of a list, by place."""
+        found = {
+            key.rpartition("/")[2]: column for key, column in self.by_name.items() if key.rpartition("/")[0] == name
+        }
+        return {int(place): column for place, column in found.items()}
+
+
+def whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Lines with what they say, up to the first that is torn: cut off, no JSON, or without a step."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except ValueError:
+                return
+            if not line.endswith(b"\n") or not isinstance(record, dict) or not isinstance(record.get("step"), int):
+                return
+            yield line, record
+
+
+def read_columns(path: Path) -> Columns:
+    """All that a file of lines measured; nothing if there is no such file."""
+    if not path.exists():
+        return Columns(0, 0, 0, {})
+    columns: dict[str, tuple[array[float], array[float]]] = {}
+    whole = last_step = 0
+    for _, record in whole_lines(path):
+        whole += 1
+        step = last_step = record["step"]
+        for name, value in record.items():
+            listed = enumerate(value) if isinstance(value, list) else ()
+            for key, entry in [(f"{name}/{place}", entry) for place, entry in listed] or [(name, value)]:
+                if isinstance(entry, int | float) and math.isfinite(entry):
+                    steps, values = columns.setdefault(key, (array("d"), array("d")))
+                    steps.append(step)
+                    values.append(entry)
+    with path.open("rb") as file:
+        lines = sum(1 for _ in file)
+    return Columns(
+        whole, lines, last_step, {name: Column(np.array(s), np.array(v)) for name, (s, v) in columns.items()}
+    )
