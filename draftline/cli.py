@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from draftline.errors import DraftlineError
-from draftline.storage import check_unused, check_writable, storage_errors, write_text
+from draftline.storage import check_unused, check_writable, storage_errors, write_bytes
 
 if TYPE_CHECKING:
     from draftline.config import TargetConfig
@@ -55,6 +55,12 @@ def _new_file(path: Path | None) -> Path | None:
     return path
 
 
+def _new_pictures(path: Path | None) -> Path | None:
+    if path is not None:
+        check_writable(path if path.suffix == ".png" else path / "picture.png")
+    return path
+
+
 Out = Annotated[
     Path, typer.Option("--out", callback=_new_folder, help="Folder to write; it must not exist or be empty.")
 ]
@@ -65,6 +71,8 @@ AnchorPredicts = Annotated[
 JsonOut = Annotated[
     Path | None, typer.Option("--json", callback=_new_file, help="Also write the result as JSON to this file.")
 ]
+
+HtmlOut = Annotated[Path | None, typer.Option("--html", callback=_new_file, help="Also write a page to this file.")]
 
 
 def main() -> None:
@@ -192,9 +200,7 @@ def inspect(
     folder: Annotated[Path, typer.Argument(help="Folder that `draftline prepare` wrote.")],
     count: Annotated[int | None, typer.Option(min=1, help="Only the first conversations.")] = None,
     block_size: Annotated[int, typer.Option(min=2, help="Of the block that is drawn.")] = 8,
-    html: Annotated[
-        Path | None, typer.Option("--html", callback=_new_file, help="Also write a page to this file.")
-    ] = None,
+    html: HtmlOut = None,
     json_out: JsonOut = None,
 ) -> None:
     """Show conversations with their supervised tokens marked, and a block drawn."""
@@ -408,6 +414,48 @@ def import_(
     _write_json(json_out, report.to_json())
 
 
+@app.command()
+def compare(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Run folders, CSV files or TensorBoard folders; the first is the baseline. Several seeds as a group: "
+            "NAME=RUN,RUN,RUN or a quoted pattern 'runs/new-*'."
+        ),
+    ] = None,
+    a: Annotated[list[str] | None, typer.Option("--a", help="A run of the baseline; repeat for each seed.")] = None,
+    b: Annotated[list[str] | None, typer.Option("--b", help="A run of the other side; repeat for each seed.")] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", help="Value of the verdict; repeat for what other logs call it.")
+    ] = None,
+    margin: Annotated[float, typer.Option("--margin", help="Smallest relative difference that matters.")] = 0.03,
+    lower_is_better: Annotated[
+        bool | None, typer.Option("--lower-is-better/--higher-is-better", help="If the name does not tell.")
+    ] = None,
+    html: HtmlOut = None,
+    png: Annotated[
+        Path | None, typer.Option("--png", callback=_new_pictures, help="Draw the curves: a .png file, or a folder.")
+    ] = None,
+    json_out: JsonOut = None,
+) -> None:
+    """Which runs learned more, how many times sooner, and how sure that is: better, same or worse."""
+    from rich.console import Console
+
+    from draftline.compare import compare_groups, name_groups
+    from draftline.compare_view import as_page, as_pictures, as_text
+
+    groups = name_groups(runs or [], a or [], b or [])
+    comparison = compare_groups(groups, metric=metric or (), margin=margin, lower_is_better=lower_is_better)
+    page = None if html is None else as_page(comparison)
+    pictures = {} if png is None else as_pictures(comparison, png)
+    Console().print(as_text(comparison))
+    _write_json(json_out, comparison.to_json())
+    if html is not None and page is not None:
+        _write_file(html, page)
+    for path, content in pictures.items():
+        _write_file(path, content)
+
+
 def _target_config(name: str, dtype: DtypeName, device: str, trust_remote_code: bool) -> TargetConfig:
     from draftline.config import TargetConfig
 
@@ -437,7 +485,7 @@ def _write_json(path: Path | None, value: Any) -> None:
         _write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_file(path: Path, text: str) -> None:
+def _write_file(path: Path, content: str | bytes) -> None:
     with storage_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, text)
+    write_bytes(path, content.encode("utf-8") if isinstance(content, str) else content)

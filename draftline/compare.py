@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from glob import glob
 from pathlib import Path
 from typing import Any, Literal
 
@@ -243,6 +244,39 @@ def compare_groups(
         tuple(dict.fromkeys(notes)),
         curves,
     )
+
+
+def name_groups(words: Sequence[str], baseline: Sequence[str], candidate: Sequence[str]) -> dict[str, list[Path]]:
+    """Groups of runs from words: a run, a pattern, or NAME=RUN,RUN; or those of two sides, named A and B.
+
+    Raises:
+        ConfigError: two groups have one name, both ways of naming are mixed, or a pattern finds nothing.
+    """
+    if words and (baseline or candidate):
+        raise ConfigError(f"{words[0]} is given besides --a and --b: name the runs in one way")
+    if baseline or candidate:
+        return {name: _matching(side) for name, side in (("A", baseline), ("B", candidate))}
+    groups: dict[str, list[Path]] = {}
+    for word in words:
+        name, sign, listed = word.partition("=")
+        whole = not sign or Path(word).exists()
+        key = word.rstrip("/") if whole else name
+        if key in groups:
+            raise ConfigError(f"{key} is named twice: name each group once, for example first={word} second={word}")
+        groups[key] = _matching([word] if whole else listed.split(","))
+    return groups
+
+
+def _matching(words: Sequence[str]) -> list[Path]:
+    """Paths of runs; a word that is no path may be a pattern."""
+    found: list[Path] = []
+    for word in words:
+        patterned = any(sign in word for sign in "*?[") and not Path(word).exists()
+        paths = sorted(map(Path, glob(word))) if patterned else [Path(word)]
+        if not paths:
+            raise ConfigError(f"{word} matches nothing: name existing runs")
+        found += paths
+    return found
 
 
 def _check(groups: Mapping[str, Sequence[Path]], margin: float) -> None:

@@ -10,9 +10,9 @@ differ: the ratio of the two means, with Welch's degrees of freedom (variances o
 are common, so normal quantiles would be much too narrow). Values are averages over many slots and may be 0, so their
 ratio is taken on the linear scale, its variance by the delta method; positions (steps to a level) are positive and vary
 by factors, so theirs is a difference of logarithms. A single run beside a group borrows the group's relative variance.
-With one run a side there is nothing but the scatter of the measurements around their own curve, from second
-differences (Gasser, Sroka, Jennen-Steinmetz 1986): it says nothing about another seed. For positions it is carried over
-by drawing the curve again and again with that scatter added.
+With one run a side there is nothing but the relative scatter of the measurements around their own curve, from second
+differences (after Gasser, Sroka, Jennen-Steinmetz 1986): it says nothing about another seed. For positions it is
+carried over by drawing the curve again and again with that scatter added.
 """
 
 from __future__ import annotations
@@ -34,6 +34,9 @@ POINTS = 25
 
 DRAWS = 200
 """Curves drawn for an interval of a position."""
+
+NORMAL_MEDIAN = 0.6745
+"""Median of the absolute value of a standard normal variable."""
 
 CONFIDENCE = 0.95
 """Of every interval, two-sided."""
@@ -122,7 +125,7 @@ class Curve:
         if self.scatter is None:
             return None
         noise = np.random.default_rng(0).standard_normal((DRAWS, len(self.values)))
-        return [_monotone(self.values + math.sqrt(self.scatter[0]) * row, self.rising) for row in noise]
+        return [_monotone(self.values * (1 + math.sqrt(self.scatter[0]) * row), self.rising) for row in noise]
 
     def drawn_places(self, axis: Axis, level: float) -> FloatArray | None:
         """[DRAWS] where such curves first reach a level; None if the scatter is not known."""
@@ -132,17 +135,19 @@ class Curve:
 
     @cached_property
     def scatter(self) -> tuple[float, float] | None:
-        """Variance of one point around its curve with its degrees of freedom; None with fewer than five points.
+        """Relative variance of one point around its curve with its degrees of freedom; None with fewer than 5 points.
 
-        Deviations from the line through both neighbours; a bend of the curve counts as scatter, so with few points
-        this is too much rather than too little. Their correlation leaves about half as many degrees of freedom.
+        From the median deviation from the line through both neighbours, so that the steep bend of a curve's beginning
+        does not count; a bend everywhere counts as scatter, which is then too much rather than too little. That the
+        deviations are correlated and a median is used leaves about a quarter of the degrees of freedom.
         """
         places, values = self.axes["step"], self.values
-        if len(values) < 5:
+        if len(values) < 5 or not values[1:-1].all():
             return None
         share = (places[2:] - places[1:-1]) / (places[2:] - places[:-2])
-        deviations = values[1:-1] - share * values[:-2] - (1 - share) * values[2:]
-        return float(np.mean(deviations**2 / (1 + share**2 + (1 - share) ** 2))), (len(values) - 2) / 2
+        deviations = (values[1:-1] - share * values[:-2] - (1 - share) * values[2:]) / values[1:-1]
+        typical = np.median(np.abs(deviations) / np.sqrt(1 + share**2 + (1 - share) ** 2)) / NORMAL_MEDIAN
+        return float(typical**2), max(1.0, (len(values) - 2) / 4)
 
 
 def _monotone(values: FloatArray, rising: bool) -> FloatArray:
@@ -202,10 +207,14 @@ def _means(
 ) -> tuple[Basis, tuple[_Mean, _Mean] | None]:
     if max(len(top), len(bottom)) > 1:
         return _groups(top, bottom, relative=True)
-    scatters = curves[0].scatter, baseline[0].scatter
-    if scatters[0] is None or scatters[1] is None:
+    scatters = [side[0].scatter or (math.nan, math.nan) for side in (curves, baseline)]
+    if any(math.isnan(variance) for variance, _ in scatters):
         return "nothing", None
-    return "scatter", (_Mean(top[0], *scatters[0]), _Mean(bottom[0], *scatters[1]))
+    over, under = (
+        _Mean(side[0], variance * side[0] ** 2, freedom)
+        for side, (variance, freedom) in zip((top, bottom), scatters, strict=True)
+    )
+    return "scatter", (over, under)
 
 
 def _groups(top: Sequence[float], bottom: Sequence[float], relative: bool) -> tuple[Basis, tuple[_Mean, _Mean]]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftline.config import flatten
 from draftline.trajectory import Trajectory
 
 Area = Literal["configuration", "data", "target and drafter", "environment"]
@@ -112,13 +113,7 @@ def _facts(identity: Mapping[str, Any]) -> dict[str, str]:
     sessions = identity.get("sessions") or [{}]
     known = ("cores", "threads_per_loop", "allowed")
     tree["session"] = {key: sessions[-1][key] for key in known if key in sessions[-1]}
-    return dict(_leaves(tree, ""))
-
-
-def _leaves(tree: Any, key: str) -> list[tuple[str, str]]:
-    if not isinstance(tree, dict):
-        return [(key, json.dumps(tree, ensure_ascii=False))]
-    return [leaf for name, branch in tree.items() for leaf in _leaves(branch, f"{key}.{name}" if key else str(name))]
+    return {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(tree).items()}
 
 
 def _area(key: str) -> Area:

@@ -68,7 +68,12 @@ def storage_errors(path: Path) -> Iterator[None]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write or replace one text file.
+    """Write or replace one text file; raises as `write_bytes`."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write or replace one file.
 
     Raises:
         StorageError: the disk is full or refuses; an older file of that name is intact.
@@ -76,7 +81,7 @@ def write_text(path: Path, text: str) -> None:
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     with storage_errors(path):
         try:
-            temporary.write_text(text, encoding="utf-8")
+            temporary.write_bytes(content)
             _sync(temporary)
             temporary.replace(path)
         except OSError:

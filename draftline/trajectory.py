@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftline.errors import DataError
+from draftline.train.history import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, whole_lines
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
@@ -133,10 +134,10 @@ def read_trajectory(path: Path) -> Trajectory:
         DataError: there is nothing of that kind, or it is empty or damaged.
     """
     if path.is_file():
-        return _read_jsonl(path, {}) if path.suffix in {".jsonl", ".json"} else _read_csv(path)
+        return _read_jsonl(path, {}) if path.suffix == ".jsonl" else _read_csv(path)
     if not path.exists():
         raise DataError(f"{path} does not exist: name a run folder, a CSV file or a TensorBoard folder")
-    if (path / "metrics.jsonl").exists():
+    if (path / METRICS_FILE).exists():
         return _read_run(path)
     if any(path.glob(EVENT_FILES)):
         return _read_events(path)
@@ -144,48 +145,40 @@ def read_trajectory(path: Path) -> Trajectory:
 
 
 def _what_is_missing(folder: Path) -> str:
-    if (folder / "config.yaml").exists():
-        return "it has settings but no metrics.jsonl yet; compare again after its first logged step"
+    if (folder / CONFIG_FILE).exists():
+        return f"it has settings but no {METRICS_FILE} yet; compare again after its first logged step"
     below = sorted({str(found.parent.relative_to(folder)) for found in folder.rglob(EVENT_FILES)})
     if below:
         return f"its TensorBoard logs are in {', '.join(below[:4])}; name one of them"
-    return "it has neither metrics.jsonl nor TensorBoard event files; name the folder that `draftline train` wrote"
+    return f"it has neither {METRICS_FILE} nor TensorBoard event files; name the folder that `draftline train` wrote"
 
 
 def _read_run(folder: Path) -> Trajectory:
-    path = folder / "run.json"
+    path = folder / IDENTITY_FILE
     try:
         identity = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (ValueError, OSError) as error:
-        raise DataError(f"{path} cannot be read ({error}): restore it, or compare metrics.jsonl alone") from error
-    log = _read_jsonl(folder / "metrics.jsonl", identity)
+        raise DataError(f"{path} cannot be read ({error}): restore it, or compare {METRICS_FILE} alone") from error
+    log = _read_jsonl(folder / METRICS_FILE, identity)
     planned = identity.get("data", {}).get("steps")
     reached = int(max(cell.step for cells in log.cells.values() for cell in cells))
     unfinished = planned is not None and reached < planned
     ending = (f"{folder} is at step {reached:,} of {planned:,}: compared as far as it goes",) if unfinished else ()
-    notes = () if path.exists() else (f"{folder} has no run.json: its settings and data are not compared",)
-    return Trajectory(folder, log.cells, identity, (*log.notes, *ending, *notes))
+    unknown = () if identity else (f"{folder} has no {IDENTITY_FILE}: its settings and data are not compared",)
+    return Trajectory(folder, log.cells, identity, (*log.notes, *ending, *unknown))
 
 
 def _read_jsonl(path: Path, identity: Mapping[str, Any]) -> Trajectory:
-    lines = _text(path).splitlines()
-    rows: list[tuple[int, dict[str, Any]]] = []
-    notes: list[str] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            whole = isinstance(row, dict) and "step" in row
-        except ValueError:
-            whole = False
-        if whole:
-            rows.append((number, _with_axes(path, number, row, {axis: axis for axis in AXES})))
-        elif number == len(lines) and rows:
-            notes.append(f"{path} ends in a torn line, which is left out")
-        else:
-            raise DataError(f"{path} line {number} is no JSON object with a step: restore or delete it")
+    records = enumerate((record for _, record in whole_lines(path)), 1)
+    rows = [(number, _with_axes(path, number, record, {axis: axis for axis in AXES})) for number, record in records]
+    with path.open("rb") as file:
+        lines = sum(1 for _ in file)
+    if not rows and lines:
+        raise DataError(f"{path} line 1 is torn or no JSON object with a step: there is nothing to compare")
     if not rows:
         raise DataError(f"{path} is empty: compare again after the run has logged its first step")
-    return Trajectory(path, _cells(rows), identity, tuple(notes))
+    torn = f"{path} line {len(rows) + 1} is torn: {lines - len(rows)} line(s) from there on are left out"
+    return Trajectory(path, _cells(rows), identity, (torn,) if len(rows) < lines else ())
 
 
 def _read_csv(path: Path) -> Trajectory:
