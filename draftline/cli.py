@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from draftline.errors import DraftlineError
+from draftline.errors import ConfigError, DraftlineError
 from draftline.storage import check_unused, check_writable, storage_errors, write_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +41,11 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, 
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the target.")]
 ReaderName = Literal["zlab", "vllm", "sglang", "llama.cpp", "speculators"]
 DraftFolder = Annotated[Path, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")]
+BaseUrl = Annotated[str | None, typer.Option("--base-url", help="A running server, up to and with /v1.")]
+ServerModel = Annotated[str | None, typer.Option("--model", help="The target's name on the server.")]
+ApiKeyEnv = Annotated[
+    str | None, typer.Option("--api-key-env", help="Environment variable with the server's key; else OPENAI_API_KEY.")
+]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.")]
 
 
@@ -151,8 +156,9 @@ def prepare(
     heldout: Annotated[int, typer.Option(min=0, help="Prompts kept out of training, in OUT/heldout.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest regenerated answer, tokens.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers that are regenerated at the same time.")] = 16,
-    base_url: Annotated[str | None, typer.Option(help="OpenAI-compatible server that answers, up to /v1.")] = None,
-    model: Annotated[str | None, typer.Option(help="The target's name on that server; default as --target.")] = None,
+    base_url: BaseUrl = None,
+    model: ServerModel = None,
+    api_key_env: ApiKeyEnv = None,
     supervise: Annotated[Literal["answers", "last", "all"], typer.Option(help="What is learned.")] = "answers",
     no_reasoning: Annotated[bool, typer.Option("--no-reasoning", help="Do not learn reasoning.")] = False,
     truncation: Annotated[Literal["right", "left"], typer.Option(help="Side that is cut.")] = "right",
@@ -167,6 +173,8 @@ def prepare(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Turn conversations into token ids and loss masks, exactly as the target's chat template gives them."""
+    from draftline.config import read_api_key
+    from draftline.data.endpoint import Endpoint
     from draftline.data.pipeline import PrepareOptions
     from draftline.data.regenerate import GenerationSettings
     from draftline.data.render import MaskOptions
@@ -186,7 +194,8 @@ def prepare(
     )
     answers: GenerationSettings | ServerSettings | None = None
     if base_url is not None:
-        answers = ServerSettings(base_url, model or target, max_new_tokens=max_new_tokens, concurrency=batch_size)
+        endpoint = Endpoint(base_url, read_api_key(api_key_env))
+        answers = ServerSettings(endpoint, model or target, max_new_tokens=max_new_tokens, concurrency=batch_size)
     elif regenerate:
         answers = GenerationSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
     wanted = _target_config(target, target_dtype, device, trust_remote_code)
@@ -301,8 +310,12 @@ def audit(
 @app.command()
 def evaluate(
     target: TargetName,
-    draft: DraftFolder,
     prompts: Annotated[list[Path], typer.Option("--prompts", help='JSONL, for example {"turns": ["..."]} per line.')],
+    draft: Annotated[Path | None, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")] = None,
+    base_url: BaseUrl = None,
+    concurrency: Annotated[str, typer.Option(help="With --base-url: requests at once, a level each: 1,4,16.")] = "1",
+    model: ServerModel = None,
+    api_key_env: ApiKeyEnv = None,
     max_new_tokens: MaxNewTokens = 256,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts.")] = None,
     json_out: JsonOut = None,
@@ -310,12 +323,30 @@ def evaluate(
     device: Device = "auto",
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Measure a drafter on prompts: acceptance length, equality with plain decoding, speed."""
+    """Measure a drafter on prompts: acceptance length, equality with plain decoding, speed.
+
+    In process with --draft; or, with --base-url, as a running vLLM, SGLang or llama.cpp serves it.
+    """
     from rich.console import Console
 
+    from draftline.config import read_api_key
+    from draftline.data.endpoint import Endpoint
+    from draftline.evaluate.server import ServerMeasurement
+    from draftline.evaluate.server_result import server_table
     from draftline.evaluate.table import result_table
-    from draftline.jobs import evaluate_drafter
+    from draftline.jobs import evaluate_at_server, evaluate_drafter, parse_concurrency
 
+    if (draft is None) == (base_url is None):
+        raise ConfigError("give --draft to measure in process, or --base-url to measure a server: exactly one")
+    if base_url is not None:
+        wanted = ServerMeasurement(model, max_new_tokens, parse_concurrency(concurrency))
+        endpoint = Endpoint(base_url, read_api_key(api_key_env))
+        target_config = _target_config(target, target_dtype, device, trust_remote_code)
+        measured = evaluate_at_server(endpoint, target_config, prompts, wanted, limit=limit)
+        Console().print(server_table(measured))
+        _write_json(json_out, measured.to_json())
+        return
+    assert draft is not None
     live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
     result = evaluate_drafter(live, drafter, prompts, limit=limit, max_new_tokens=max_new_tokens)
     Console().print(result_table(result, str(draft)))

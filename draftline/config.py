@@ -10,6 +10,7 @@ default left open. It is what a checkpoint stores and what an export is written 
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -235,6 +236,20 @@ class DFlashConfig(_Strict):
     def num_speculative_tokens(self) -> int:
         """Tokens drafted per block."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+
+def read_api_key(variable: str | None) -> str | None:
+    """Key of a server, from an environment variable: the one named, or else `OPENAI_API_KEY` if that is set.
+
+    A key is never an option or a setting: those are seen by other users of the machine and saved beside weights.
+
+    Raises:
+        ConfigError: the variable that was named is not set.
+    """
+    key = os.environ.get(variable or "OPENAI_API_KEY")
+    if variable is not None and not key:
+        raise ConfigError(f"the environment has no {variable}: set it to the server's key, or leave out --api-key-env")
+    return key or None
 
 
 def load_run_config(

@@ -7,6 +7,7 @@
     ├── TargetError        the target cannot be loaded or hooked, or does not fit the drafter
     ├── CheckpointError    a folder is no checkpoint, is incomplete, or belongs to something else
     ├── ExportError        a drafter cannot be written in the requested format
+    ├── ServerError        a server does not answer, speaks another interface, or was started without what is wanted
     ├── StorageError       the disk is full or refuses to be written
     ├── PipelineError      a loop of the pipeline failed; the cause is chained
     │   └── UpdateError    the optimiser failed half-way, so that weights and moments are in doubt
@@ -46,6 +47,10 @@ class CheckpointError(DraftlineError):
 
 class ExportError(DraftlineError):
     """A drafter cannot be written in the requested format."""
+
+
+class ServerError(DraftlineError):
+    """A server does not answer, speaks another interface, or was started without what is wanted of it."""
 
 
 class StorageError(DraftlineError):

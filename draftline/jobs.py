@@ -16,6 +16,7 @@ from draftline.audit.report import AuditReport
 from draftline.config import DataConfig, RunConfig, TargetConfig, load_run_config
 from draftline.data.agreement import given_samples, measure_agreement
 from draftline.data.answers import AnswerStore
+from draftline.data.endpoint import Endpoint
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.data.prompts import read_prompts
@@ -27,6 +28,8 @@ from draftline.engine.cores import intra_op_threads
 from draftline.errors import AuditRefusal, ConfigError, StorageError
 from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.result import EvaluationResult
+from draftline.evaluate.server import ServerMeasurement, evaluate_server
+from draftline.evaluate.server_result import ServerResult
 from draftline.export.exporting import export_drafter
 from draftline.export.facts import Given
 from draftline.export.importing import load_drafter
@@ -63,7 +66,7 @@ def prepare_data(
 
     Raises:
         TargetError, TemplateError: the target cannot be loaded, or has no tokenizer or chat template.
-        PipelineError: the server does not answer.
+        ServerError: the server does not answer.
         DataError, StorageError, Interrupted: see `data.prepare.prepare`.
     """
     limit = load_context_limit(target)
@@ -172,6 +175,37 @@ def evaluate_drafter(
     conversations = read_prompts([str(path) for path in prompts])[:limit]
     with counting("turns") as on_turn:
         return evaluate_prompts(target, draft_model, conversations, max_new_tokens=max_new_tokens, on_turn=on_turn)
+
+
+def evaluate_at_server(
+    endpoint: Endpoint, target: TargetConfig, prompts: Sequence[Path], wanted: ServerMeasurement, *, limit: int | None
+) -> ServerResult:
+    """Measure a running server on files of prompts, the first `limit` of them; of the target, only the tokenizer.
+
+    Raises:
+        ServerError: the server does not answer, is none of the known programs, or drafts nothing.
+        DataError: a file cannot be read or has no prompt.
+        TargetError, TemplateError: the target has no tokenizer or chat template.
+    """
+    conversations = [prompt.conversation for prompt in read_prompts([str(path) for path in prompts])[:limit]]
+    tokenizer = load_tokenizer(target)
+    with counting("turns") as on_turn:
+        result = evaluate_server(endpoint, tokenizer, conversations, wanted, on_turn)
+    for note in result.notes:
+        _say(note)
+    return result
+
+
+def parse_concurrency(text: str) -> tuple[int, ...]:
+    """Numbers of requests at once, from a list such as `1,4,16`.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ConfigError(f"--concurrency {text!r} is no list of positive numbers: write it as 1,4,16")
+    return tuple(int(word) for word in words)
 
 
 def quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:

@@ -18,9 +18,10 @@ from pydantic import ValidationError
 from draftline.data.answers import Answer, AnswerStore, answer_key
 from draftline.data.conversations import Conversation, dump_arguments
 from draftline.data.dialogue import Dialogue
+from draftline.data.endpoint import Endpoint, describe_failure
 from draftline.data.messages import BadRow, parse_call
 from draftline.data.rows import Unusable
-from draftline.errors import PipelineError
+from draftline.errors import ServerError
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
@@ -31,25 +32,21 @@ class ServerSettings:
     """Which server answers, and how it is asked.
 
     Attributes:
-        base_url: up to and with `/v1`.
+        endpoint: where the server is.
         model: name of the model on the server.
-        api_key: sent as a bearer token if given.
         max_new_tokens: longest answer, tokens.
         temperature: 0 for greedy answers.
         concurrency: requests under way at once.
         retries: repetitions of a request before giving up.
-        timeout_s: seconds until a request counts as failed.
         template_options: sent as `chat_template_kwargs`; a row's own come on top.
     """
 
-    base_url: str
+    endpoint: Endpoint
     model: str
-    api_key: str | None = None
     max_new_tokens: int = 1024
     temperature: float = 0.0
     concurrency: int = 16
     retries: int = 5
-    timeout_s: float = 600.0
     template_options: dict[str, Any] = field(default_factory=dict)
 
     def identity(self) -> dict[str, Any]:
@@ -82,13 +79,12 @@ class ServerAnswers:
     def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
         """The conversations with the target's own answers, in the order given.
 
-        Raises `PipelineError` when a request keeps failing; everything answered by then is stored.
+        Raises `ServerError` when a request keeps failing; everything answered by then is stored.
         """
         return asyncio.run(self._answer_all(conversations))
 
     async def _answer_all(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
         settings = self.settings
-        headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
         dialogues = [Dialogue(conversation) for conversation in conversations]
         total = sum(dialogue.remaining for dialogue in dialogues)
         slots = asyncio.Semaphore(settings.concurrency)
@@ -102,13 +98,12 @@ class ServerAnswers:
                 dialogue.add(await self._answer(client, slots, dialogue.prompt()))
                 report()
 
-        limits = httpx.Limits(max_connections=settings.concurrency)
-        async with httpx.AsyncClient(timeout=settings.timeout_s, headers=headers, limits=limits) as client:
+        async with settings.endpoint.client(settings.concurrency) as client:
             try:
                 async with asyncio.TaskGroup() as group:
                     for dialogue in dialogues:
                         group.create_task(converse(dialogue))
-            except* PipelineError as errors:
+            except* ServerError as errors:
                 raise errors.exceptions[0] from None
         return [dialogue.result() for dialogue in dialogues]
 
@@ -139,7 +134,7 @@ class ServerAnswers:
         return request
 
     async def _post(self, client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
-        url = f"{self.settings.base_url.rstrip('/')}/chat/completions"
+        url = f"{self.settings.endpoint.url}/chat/completions"
         pause, reason = self.first_pause_s, ""
         for attempt in range(self.settings.retries + 1):
             if attempt:
@@ -149,7 +144,7 @@ class ServerAnswers:
             try:
                 reply = await client.post(url, json=request)
             except (httpx.TransportError, httpx.InvalidURL) as error:
-                reason = f"{type(error).__name__}: {error}"
+                reason = describe_failure(error)
                 continue
             if reply.status_code == 200:
                 try:
@@ -157,11 +152,11 @@ class ServerAnswers:
                 except (ValueError, TypeError):
                     reason = "the reply is no JSON object"
                     continue
-            reason = f"status {reply.status_code}: {' '.join(reply.text.split())[:200]}"
+            reason = describe_failure(reply)
             if reply.status_code not in _RETRIED:
                 break
-        raise PipelineError(
-            f"the server at {self.settings.base_url} did not answer ({reason}); "
+        raise ServerError(
+            f"the server at {self.settings.endpoint.url} did not answer ({reason}); "
             "check it and run the same command again: stored answers are kept"
         )
 
@@ -193,7 +188,7 @@ def _read_reply(reply: dict[str, Any], key: str) -> Answer:
             finish_reason="length" if reason == "length" else "tool_calls" if calls else "stop",
         )
     except (LookupError, TypeError, AttributeError, ValidationError, BadRow) as error:
-        raise PipelineError(
+        raise ServerError(
             f"the server's reply is no chat completion ({type(error).__name__}: {str(reply)[:200]}); "
             "check --base-url, which ends in /v1 on most servers"
         ) from error

@@ -17,6 +17,7 @@ If they differ by more than a few per cent, the drafter is not served what it wa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,11 @@ class Acceptance:
 def describe_acceptance_length(length: float) -> str:
     """The number with its convention, as it is printed everywhere."""
     return f"acceptance length (with bonus): {length:.2f}"
+
+
+def describe_rates(rates: Sequence[float]) -> str:
+    """Rates for people, one per position; a dash where nothing was counted."""
+    return " ".join("-" if math.isnan(rate) else f"{rate:.2f}" for rate in rates) or "-"
 
 
 def acceptance_interval(clusters: Sequence[Acceptance], longest: int, seed: int = 0) -> tuple[float, float]:

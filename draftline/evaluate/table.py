@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 from rich.table import Table
 
-from draftline.evaluate.acceptance import describe_acceptance_length
+from draftline.evaluate.acceptance import describe_acceptance_length, describe_rates
 from draftline.evaluate.result import EvaluationResult
 
 
@@ -17,8 +14,8 @@ def result_table(result: EvaluationResult, draft_name: str) -> Table:
     table.add_column("measured")
     table.add_column("value", justify="right")
     low, high = result.acceptance_length_interval
-    by_position = _rates(result.acceptance_rate_by_position)
-    conditional = _rates(result.conditional_acceptance_rate_by_position)
+    by_position = describe_rates(result.acceptance_rate_by_position)
+    conditional = describe_rates(result.conditional_acceptance_rate_by_position)
     table.add_row(describe_acceptance_length(result.acceptance_length), f"95 % by prompt: {low:.2f} to {high:.2f}")
     table.add_row("teacher-forced acceptance length", f"{result.teacher_forced_acceptance_length:.2f}")
     table.add_row("acceptance rate by position", by_position)
@@ -33,8 +30,3 @@ def result_table(result: EvaluationResult, draft_name: str) -> Table:
             f"turn {difference.turn} differs from token {difference.token}", f"logit gap {difference.logit_gap:.2g}"
         )
     return table
-
-
-def _rates(rates: Sequence[float]) -> str:
-    """Rates for people; a dash where nothing was counted."""
-    return " ".join("-" if math.isnan(rate) else f"{rate:.2f}" for rate in rates)

@@ -9,8 +9,9 @@ import pytest
 
 from draftline.data.answers import AnswerStore
 from draftline.data.conversations import Conversation, Message
+from draftline.data.endpoint import Endpoint
 from draftline.data.server import ServerAnswers, ServerSettings
-from draftline.errors import PipelineError
+from draftline.errors import ServerError
 
 
 class ChatServer:
@@ -78,7 +79,7 @@ def prompts(*texts: str) -> Conversation:
 
 def ask(server: ChatServer, path: Path, conversations: list[Conversation], **settings: Any) -> list[Conversation]:
     with AnswerStore(path / "answers.jsonl") as store:
-        answerer = ServerAnswers(store, ServerSettings(server.url, "m", **settings), first_pause_s=0.01)
+        answerer = ServerAnswers(store, ServerSettings(Endpoint(server.url), "m", **settings), first_pause_s=0.01)
         return answerer(conversations)
 
 
@@ -109,10 +110,10 @@ def test_busy_server_is_asked_again(server: ChatServer, tmp_path: Path) -> None:
 def test_giving_up_names_the_reason_and_keeps_answers(server: ChatServer, tmp_path: Path) -> None:
     ask(server, tmp_path, [prompts("a")])
     server.failures = [503] * 3
-    with pytest.raises(PipelineError, match=r"status 503.*stored answers are kept"):
+    with pytest.raises(ServerError, match=r"status 503.*stored answers are kept"):
         ask(server, tmp_path, [prompts("a"), prompts("b")], retries=2)
     server.failures = [404]
-    with pytest.raises(PipelineError, match="status 404"):
+    with pytest.raises(ServerError, match="status 404"):
         ask(server, tmp_path, [prompts("b")], retries=5)
     assert len(server.requests) == 1 + 3 + 1
     assert ask(server, tmp_path, [prompts("a")])[0].messages[-1].content == "1: a"
@@ -120,8 +121,8 @@ def test_giving_up_names_the_reason_and_keeps_answers(server: ChatServer, tmp_pa
 
 def test_absent_server_is_one_clear_line(tmp_path: Path) -> None:
     with AnswerStore(tmp_path / "answers.jsonl") as store:
-        settings = ServerSettings("http://127.0.0.1:9/v1", "m", retries=1)
-        with pytest.raises(PipelineError, match="did not answer"):
+        settings = ServerSettings(Endpoint("http://127.0.0.1:9/v1"), "m", retries=1)
+        with pytest.raises(ServerError, match="did not answer"):
             ServerAnswers(store, settings, first_pause_s=0.01)([prompts("a")])
 
 
@@ -161,5 +162,5 @@ def test_calls_go_back_as_json_text(server: ChatServer, tmp_path: Path) -> None:
 
 def test_a_reply_that_is_no_completion(server: ChatServer, tmp_path: Path) -> None:
     server.reply = {"text": "completion of another interface"}
-    with pytest.raises(PipelineError, match="no chat completion"):
+    with pytest.raises(ServerError, match="no chat completion"):
         ask(server, tmp_path, [prompts("a")])

@@ -1,0 +1,45 @@
+"""A server with the OpenAI interface: where it is, which key it wants, how it is reached."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import httpx
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go.
+
+    Attributes:
+        base_url: up to and with `/v1`.
+        api_key: sent as a bearer token if given; never shown.
+        timeout_s: seconds of silence until a request counts as failed.
+    """
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 600.0
+
+    @property
+    def url(self) -> str:
+        """Address of the OpenAI interface, without a slash at its end."""
+        return self.base_url.rstrip("/")
+
+    @property
+    def root(self) -> str:
+        """Address of the server itself, where its own interface and its counters are."""
+        return self.url.removesuffix("/v1")
+
+    def client(self, connections: int) -> httpx.AsyncClient:
+        """A client for up to `connections` requests at once; to be closed by the caller."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        limits = httpx.Limits(max_connections=connections)
+        return httpx.AsyncClient(timeout=self.timeout_s, headers=headers, limits=limits)
+
+
+def describe_failure(failure: httpx.Response | Exception) -> str:
+    """What went wrong, in a few words on one line."""
+    if isinstance(failure, httpx.Response):
+        return f"status {failure.status_code}: {' '.join(failure.text.split())[:200]}"
+    return f"{type(failure).__name__}: {' '.join(str(failure).split())}"

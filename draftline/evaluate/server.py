@@ -1,0 +1,297 @@
+"""Measure a running server: acceptance from its own counters, latency, and throughput at several concurrencies.
+
+All prompts are answered greedily, once per level. A prompt of several turns runs as a dialogue whose history holds the
+server's answers. Counters of the whole server are read before and after a level; with one request at a time, after
+every answer, so that its forwards are known by prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from transformers import PreTrainedTokenizerBase
+
+from draftline.data.conversations import Conversation, Message
+from draftline.data.dialogue import answer_slots
+from draftline.data.endpoint import Endpoint, describe_failure
+from draftline.data.parse_answer import parse_answer
+from draftline.data.regenerate import render_prompt
+from draftline.errors import ServerError
+from draftline.evaluate.engines import ENGINES, DraftCounts, Engine, Reply
+from draftline.evaluate.server_result import Level, ServerResult, ServerTurn
+
+_WARM_UP_TOKENS = 16
+"""Output of the request that is not measured: what a server does only once belongs to no level."""
+
+_SETTLING_S = 5.0
+"""Longest wait until the counters show an answer that has arrived; a server may count after it has sent."""
+
+
+@dataclass(frozen=True)
+class ServerMeasurement:
+    """What is asked of a server.
+
+    Attributes:
+        model: its name on the server; None for the first that it serves.
+        max_new_tokens: longest answer.
+        concurrency: requests under way at once, one level each.
+    """
+
+    model: str | None = None
+    max_new_tokens: int = 256
+    concurrency: tuple[int, ...] = (1,)
+
+
+def evaluate_server(
+    endpoint: Endpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Conversation],
+    wanted: ServerMeasurement,
+    on_turn: Callable[[int, int], None] | None = None,
+) -> ServerResult:
+    """Answer the prompts at every concurrency.
+
+    Args:
+        tokenizer: the target's, with its chat template.
+        on_turn: called with answered turns and all turns, over all levels.
+
+    Raises:
+        ServerError: the server does not answer, is none of the known programs, or drafts nothing.
+        TemplateError: the template takes no such conversation.
+    """
+    return asyncio.run(_evaluate(endpoint, tokenizer, prompts, wanted, on_turn))
+
+
+async def _evaluate(
+    endpoint: Endpoint,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Conversation],
+    wanted: ServerMeasurement,
+    on_turn: Callable[[int, int], None] | None,
+) -> ServerResult:
+    slots = [answer_slots(prompt) for prompt in prompts]
+    total = len(wanted.concurrency) * sum(map(len, slots))
+    done = 0
+
+    def report() -> None:
+        nonlocal done
+        done += 1
+        if on_turn is not None:
+            on_turn(done, total)
+
+    async with endpoint.client(max(wanted.concurrency)) as client:
+        engine, model = await _find_engine(client, endpoint, wanted.model)
+        server = _Server(client, endpoint, engine, model)
+        first = prompts[0].model_copy(update={"messages": slots[0][0]})
+        await server.warm_up(render_prompt(tokenizer, first, {}))
+        levels, turns = [], []
+        for concurrency in wanted.concurrency:
+            run = _LevelRun(server, tokenizer, prompts, wanted.max_new_tokens, concurrency, report)
+            level, answered = await run.measure()
+            levels.append(level)
+            turns.append(answered)
+    return ServerResult(engine.name, model, endpoint.url, levels, turns[0], server.notes)
+
+
+async def _find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: str | None) -> tuple[Engine, str]:
+    """The program behind an address, and the name of the model there, from its list of models."""
+    try:
+        reply = await client.get(f"{endpoint.url}/models")
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise ServerError(
+            f"the server at {endpoint.url} does not answer ({describe_failure(error)}): start it, or mend --base-url"
+        ) from error
+    if reply.status_code in (401, 403):
+        raise ServerError(
+            f"the server at {endpoint.url} refuses the key (status {reply.status_code}): "
+            "name the environment variable that holds it with --api-key-env"
+        )
+    try:
+        owners = {str(model["id"]): str(model["owned_by"]) for model in reply.json()["data"]}
+    except (ValueError, LookupError, TypeError) as error:
+        raise ServerError(
+            f"the server at {endpoint.url} lists no models ({describe_failure(reply)}): "
+            "give an address of vLLM, SGLang or llama.cpp, up to and with /v1"
+        ) from error
+    model = wanted or next(iter(owners), None)
+    if model not in owners:
+        raise ServerError(f"the server at {endpoint.url} has no model {model!r}: it serves {', '.join(owners)}")
+    engine = next((engine for engine in ENGINES if engine.owner == owners[model]), None)
+    if engine is None:
+        raise ServerError(
+            f"the server at {endpoint.url} is no vLLM, SGLang or llama.cpp (its models are of {owners[model]!r}): "
+            "the counters of other programs are not known"
+        )
+    return engine, model
+
+
+class _Server:
+    """One server while it is measured."""
+
+    def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, engine: Engine, model: str) -> None:
+        self.engine = engine
+        self.notes: list[str] = []
+        self._client, self._endpoint, self._model = client, endpoint, model
+
+    async def warm_up(self, input_ids: list[int]) -> None:
+        """One answer that is not measured, and the question whether it was drafted.
+
+        Raises:
+            ServerError: it was not.
+        """
+        before = await self.counts()
+        reply, _, _ = await self.ask(input_ids, _WARM_UP_TOKENS)
+        after = await self.counts_after(before, reply.tokens)
+        if reply.tokens > 2 and reply.counts is None and not (after is not None and after.drafts):
+            raise ServerError(
+                f"the {self.engine.name} at {self._endpoint.url} counts no drafted tokens: "
+                f"it was started without a drafter; {self.engine.mend}"
+            )
+
+    async def ask(self, input_ids: list[int], max_new_tokens: int) -> tuple[Reply, float, float]:
+        """A whole answer, the seconds to its first token and to its last.
+
+        Raises:
+            ServerError: the request fails; it is not repeated, because a repetition would be measured too.
+        """
+        reply, first, last = Reply(), 0.0, 0.0
+        body = self.engine.request(self._model, input_ids, max_new_tokens)
+        started = time.perf_counter()
+        try:
+            async with self._client.stream("POST", self._endpoint.root + self.engine.path, json=body) as stream:
+                if stream.status_code != 200:
+                    await stream.aread()
+                    raise ServerError(self._failed(describe_failure(stream)))
+                async for line in stream.aiter_lines():
+                    event = _event(line)
+                    if event is None:
+                        continue
+                    known = reply.tokens
+                    self.engine.read(event, reply)
+                    if reply.tokens > known:
+                        last = time.perf_counter() - started
+                        first = first or last
+        except httpx.TransportError as error:
+            raise ServerError(self._failed(describe_failure(error))) from error
+        except (LookupError, TypeError, ValueError) as error:
+            raise ServerError(self._failed(f"its answer is not understood, {describe_failure(error)}")) from error
+        if not reply.tokens:
+            raise ServerError(self._failed("its answer has no tokens"))
+        return reply, first, last
+
+    def _failed(self, reason: str) -> str:
+        return (
+            f"the {self.engine.name} at {self._endpoint.url} failed on a request ({reason}): "
+            "look at its log, and measure again"
+        )
+
+    async def counts(self) -> DraftCounts | None:
+        """Counters of the whole server; None where it keeps none, or none that can be read.
+
+        Raises:
+            ServerError: the connection fails.
+        """
+        if self.engine.metrics is None:
+            return None
+        try:
+            reply = await self._client.get(f"{self._endpoint.root}/metrics")
+        except httpx.TransportError as error:
+            raise ServerError(self._failed(describe_failure(error))) from error
+        return self.engine.counts(reply.text) if reply.status_code == 200 else None
+
+    async def counts_after(self, before: DraftCounts | None, tokens: int) -> DraftCounts | None:
+        """Counters once they hold `tokens` more than before; what was counted since then."""
+        if before is None:
+            return None
+        deadline = time.perf_counter() + _SETTLING_S
+        while True:
+            now = await self.counts()
+            if now is None:
+                raise ServerError(self._failed("its counters are gone"))
+            counted = now - before
+            if counted.tokens >= tokens or time.perf_counter() > deadline:
+                self._check_strangers(counted, tokens)
+                return counted
+            await asyncio.sleep(0.02)
+
+    def _check_strangers(self, counted: DraftCounts, tokens: int) -> None:
+        note = "Others used the server meanwhile: its counters, and so the acceptance, include their answers."
+        if counted.tokens > tokens and note not in self.notes:
+            self.notes.append(note)
+
+
+@dataclass
+class _LevelRun:
+    """All prompts once, so many at a time."""
+
+    server: _Server
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Conversation]
+    max_new_tokens: int
+    concurrency: int
+    report: Callable[[], None]
+
+    async def measure(self) -> tuple[Level, list[ServerTurn]]:
+        """The level, and its turns in the order of the prompts."""
+        gate = asyncio.Semaphore(self.concurrency)
+        before, started = await self.server.counts(), time.perf_counter()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._converse(index, gate)) for index in range(len(self.prompts))]
+        except* ServerError as errors:
+            raise errors.exceptions[0] from None
+        seconds = time.perf_counter() - started
+        answered = [turn for task in tasks for turn in task.result()]
+        turns = [turn for turn, _ in answered]
+        total = await self.server.counts_after(before, sum(turn.tokens for turn in turns))
+        if total is None:
+            total = sum((counts for _, counts in answered if counts is not None), DraftCounts())
+        if self.concurrency == 1:
+            seconds = sum(turn.seconds for turn in turns)  # without the reading of counters between answers
+        return Level.of(self.concurrency, turns, total, seconds), turns
+
+    async def _converse(self, index: int, gate: asyncio.Semaphore) -> list[tuple[ServerTurn, DraftCounts | None]]:
+        """The turns of one prompt, one after the other."""
+        turns, history = [], []
+        for slot in answer_slots(self.prompts[index]):
+            history += slot
+            conversation = self.prompts[index].model_copy(update={"messages": tuple(history)})
+            input_ids = render_prompt(self.tokenizer, conversation, {})
+            async with gate:
+                turn, counts, reply = await self._answer(index, input_ids)
+            turns.append((turn, counts))
+            history.append(_as_message(reply, with_tools=bool(conversation.tools)))
+            self.report()
+        return turns
+
+    async def _answer(self, index: int, input_ids: list[int]) -> tuple[ServerTurn, DraftCounts | None, Reply]:
+        alone = self.concurrency == 1
+        before = await self.server.counts() if alone else None
+        reply, first, last = await self.server.ask(input_ids, self.max_new_tokens)
+        counts = await self.server.counts_after(before, reply.tokens) if before is not None else reply.counts
+        forwards = None if counts is None else counts.acceptance(reply.tokens, 1).forwards
+        turn = ServerTurn(index, input_ids, reply.output_ids, reply.tokens, forwards, first, last)
+        return turn, counts, reply
+
+
+def _event(line: str) -> dict[str, Any] | None:
+    """One event of a streamed answer; None for what is between them and for the end mark."""
+    if not line.startswith("data:") or line[5:].strip() == "[DONE]":
+        return None
+    event = json.loads(line[5:])
+    if not isinstance(event, dict):
+        raise TypeError("an event is no object")
+    if "error" in event:
+        raise ValueError(str(event["error"])[:200])
+    return event
+
+
+def _as_message(reply: Reply, *, with_tools: bool) -> Message:
+    content, reasoning, calls = parse_answer(reply.text, with_tools=with_tools and reply.stopped)
+    return Message(role="assistant", content=content, reasoning_content=reasoning, tool_calls=calls)
