@@ -258,7 +258,8 @@ class _LevelRun:
 
     async def _converse(self, index: int, gate: asyncio.Semaphore) -> list[tuple[ServerTurn, DraftCounts | None]]:
         """The turns of one prompt, one after the other."""
-        turns, history = [], []
+        turns: list[tuple[ServerTurn, DraftCounts | None]] = []
+        history: list[Message] = []
         for slot in answer_slots(self.prompts[index]):
             history += slot
             conversation = self.prompts[index].model_copy(update={"messages": tuple(history)})
