@@ -69,6 +69,8 @@ class DrafterConfig(_Strict):
     """0-based decoder layers of the target whose *output* is read."""
     mask_token_id: int | None = None
     """Embedding row for slots to be predicted; none: a padding row of the table, else an unused special token."""
+    draft_vocab_size: int | None = Field(None, ge=1)
+    """Tokens that the drafter can say: the most frequent of the training answers; none: all of the target's."""
     sample_from_anchor: bool = False
     """Slot 0 predicts too (block_size drafted tokens): the layout of DSpark, not of DFlash."""
     num_attention_heads: int | None = None
@@ -157,8 +159,9 @@ class PipelineConfig(_Strict):
     """One device per target loop; none: `target.device` for all."""
     queue_bytes: int = Field(1 << 30, ge=1)
     """Most bytes of captured rows that wait for the drafter. A single larger row still passes, alone."""
-    send: Literal["target_ids", "last_hidden"] = "target_ids"
-    """What travels beside the captured layers: the target's greedy ids (few bytes), or its last hidden states."""
+    send: Literal["target_ids", "last_hidden"] | None = None
+    """What travels beside the captured layers: the target's greedy ids (few bytes), or its last hidden states. None:
+    the ids, but the states for a reduced vocabulary, whose labels cannot be made from ids."""
     states_path: Path | None = None
     """Folder for captured states: captured once, then read by every pass, and by later runs that want the same."""
     target_batch_tokens: int = Field(8192, ge=1)
@@ -207,6 +210,8 @@ class DFlashConfig(_Strict):
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     """Depth of the target, not the number of captured layers."""
+    draft_vocab_size: int | None = None
+    """Tokens that the drafter can say, if not all; which ones is stored with the weights (`d2t`)."""
     sample_from_anchor: bool
     input_embedding_scale: float = 1.0
     """What the target's embedding module multiplies its rows with (Gemma); informs readers that use raw rows."""
@@ -230,12 +235,19 @@ class DFlashConfig(_Strict):
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id {self.mask_token_id} is no row of a table of {self.vocab_size}")
+        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size < self.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} does not reduce {self.vocab_size} tokens")
         return self
 
     @property
     def num_speculative_tokens(self) -> int:
         """Tokens drafted per block."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def head_rows(self) -> int:
+        """Tokens that the drafter can say."""
+        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
 
 def read_api_key(variable: str | None) -> str | None:
@@ -298,6 +310,22 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in tree.items():
         flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat
+
+
+def sent_beside_states(config: RunConfig) -> Literal["target_ids", "last_hidden"]:
+    """What travels beside the captured layers: what is set, else what the drafter's vocabulary allows.
+
+    Raises:
+        ConfigError: ids are to be sent for a reduced vocabulary.
+    """
+    if config.drafter.draft_vocab_size is None:
+        return config.pipeline.send or "target_ids"
+    if config.pipeline.send == "target_ids":
+        raise ConfigError(
+            "pipeline.send = target_ids gives no labels among fewer tokens (drafter.draft_vocab_size = "
+            f"{config.drafter.draft_vocab_size}): set pipeline.send=last_hidden, or leave it out"
+        )
+    return "last_hidden"
 
 
 def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:

@@ -16,12 +16,13 @@ from typing import Any, Protocol
 
 import torch
 
-from draftline.config import DFlashConfig, RunConfig
+from draftline.config import DFlashConfig, RunConfig, sent_beside_states
 from draftline.data.cache import tokenizer_hash
 from draftline.data.dataset import PreparedDataset
-from draftline.data.regenerate import weights_fingerprint
-from draftline.data.sampler import Sampler, heldout_rows
+from draftline.data.regenerate import stop_token_ids, weights_fingerprint
+from draftline.data.sampler import IntArray, Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
+from draftline.data.vocabulary import ReducedVocabulary, count_supervised, reduce_vocabulary
 from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop
 from draftline.engine.inline import InlineEngine
 from draftline.engine.replicas import frozen_target, loop_targets
@@ -138,6 +139,29 @@ def train_on(
     return run.train(allowed)
 
 
+def choose_vocabulary(
+    config: RunConfig, shape: DFlashConfig, conversations: Conversations, sample_ids: IntArray, target: Target
+) -> ReducedVocabulary | None:
+    """The tokens that the drafter of a run can say, none if it can say all: a function of data and target.
+
+    Args:
+        conversations, sample_ids: what is trained on.
+
+    Raises:
+        ConfigError: other settings have no meaning for a reduced vocabulary, or it is too small.
+    """
+    if shape.draft_vocab_size is None:
+        return None
+    if config.loss.labels == "data":
+        raise ConfigError(
+            f"loss.labels = data has no label for tokens outside drafter.draft_vocab_size = {shape.draft_vocab_size}: "
+            "set loss.labels=target, or leave drafter.draft_vocab_size out"
+        )
+    always = stop_token_ids(target.model, target.tokenizer) if target.tokenizer is not None else frozenset()
+    counts_V = count_supervised(conversations, sample_ids, target.vocab_size)
+    return reduce_vocabulary(counts_V, shape.draft_vocab_size, always)
+
+
 class TrainingRun:
     """The parts of one run, and where it stands.
 
@@ -157,11 +181,13 @@ class TrainingRun:
             max_steps=config.train.max_steps,
             seed=config.train.seed,
         )
+        self._vocabulary = choose_vocabulary(config, shape, data.training, data.training_ids, target)
+        kept_ids = None if self._vocabulary is None else self._vocabulary.kept_ids
         self._drafter = Drafter(
             config=config,
             shape=shape,
             total_steps=self._sampler.total_steps,
-            frozen=frozen_target(target, self._device),
+            frozen=frozen_target(target, self._device, kept_ids),
             device=self._device,
         )
         if config.drafter.start_from == "target_layers":
@@ -196,6 +222,8 @@ class TrainingRun:
         _say(f"{cores} core(s), {loops} target loop(s): {threads} thread(s) for each of them and for the drafter")
         if threads > 1 and threads * (loops + 1) > cores:
             _say("that is more threads than cores: lower pipeline.threads_per_loop if the run is slow")
+        if self._vocabulary is not None:
+            _say(self._vocabulary.sentence())
         session = {"first_step": self._state.step, "cores": cores, "threads_per_loop": threads}
         self._write_identity({**session, "allowed": list(allowed)} if allowed else session)
         with ExitStack() as stack:
@@ -244,7 +272,8 @@ class TrainingRun:
     def _source(self, conversations: Conversations, target: Target) -> CaptureLoop:
         """What gives the states of conversations: the target, or a store that it has filled."""
         pipeline = self._config.pipeline
-        loop = TargetForwardLoop(target, self._shape.target_layer_ids, pipeline.send, pipeline.target_batch_tokens)
+        send = sent_beside_states(self._config)
+        loop = TargetForwardLoop(target, self._shape.target_layer_ids, send, pipeline.target_batch_tokens)
         if pipeline.states_path is None:
             return loop
         data = conversations.fingerprint
@@ -299,13 +328,15 @@ class TrainingRun:
         )
 
     def _write_identity(self, session: dict[str, Any]) -> None:
-        data = {
+        data: dict[str, Any] = {
             "fingerprint": self._data.fingerprint,
             "conversations": len(self._data.training_ids),
             "heldout_conversations": len(self._data.heldout_ids),
             "rows": self._sampler.total_rows,
             "steps": self._sampler.total_steps,
         }
+        if self._vocabulary is not None:
+            data["draft_vocab_coverage"] = self._vocabulary.coverage
         target = weights_fingerprint(self._target.model)
         write_identity(self._folder, self._config, self._shape, target, data, session)
 

@@ -24,6 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from draftline.config import DFlashConfig
 from draftline.draft.attention import Attention, BlockLayout, GroupedAttention, LayerKind
+from draftline.draft.vocabulary import kept_ids_of, offsets_of
 from draftline.errors import ConfigError
 
 
@@ -128,7 +129,13 @@ class DraftCache:
 
 
 class DFlashDraftModel(nn.Module):
-    """The trained model. It owns neither embedding nor head: both are the target's."""
+    """The trained model. It owns neither embedding nor head: both are the target's.
+
+    With a reduced vocabulary it carries `d2t`, which says whose rows of the target's head are its own; until
+    `keep_tokens` or a checkpoint sets it, it maps to no token.
+    """
+
+    d2t: Tensor | None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -138,6 +145,18 @@ class DFlashDraftModel(nn.Module):
         self.layers = nn.ModuleList(DFlashDecoderLayer(config, kind) for kind in config.layer_types)
         self.norm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = Qwen3RotaryEmbedding(qwen3_config(config))
+        unset = None if config.draft_vocab_size is None else torch.full((config.draft_vocab_size,), -config.vocab_size)
+        self.register_buffer("d2t", unset)
+
+    @property
+    def kept_ids(self) -> Tensor | None:
+        """Target id of each row of a reduced head, [Vd] increasing; none where the drafter can say every token."""
+        return None if self.d2t is None else kept_ids_of(self.d2t)
+
+    def keep_tokens(self, kept_ids: Tensor) -> None:
+        """Set the reduced vocabulary, once, before the first step."""
+        assert self.d2t is not None and self.d2t.shape == kept_ids.shape, (self.d2t, kept_ids.shape)
+        self.d2t.copy_(offsets_of(kept_ids))
 
     def init_weights(self, generator: torch.Generator) -> None:
         """Draw matrices from N(0, initializer_range^2) on CPU, so that a seed means the same on every device."""

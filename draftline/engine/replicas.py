@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftline.config import TargetConfig
+from draftline.target.head import ReducedHead
 from draftline.target.model import Target, build_target, load_target, resolve_device
 from draftline.train.step import FrozenTarget
 
@@ -42,10 +43,13 @@ def loop_targets(target: Target, config: TargetConfig, devices: Sequence[str]) -
     return [share_weights(loaded[resolve_device(name)]) for name in devices]
 
 
-def frozen_target(target: Target, device: torch.device) -> FrozenTarget:
+def frozen_target(target: Target, device: torch.device, kept_ids: Tensor | None = None) -> FrozenTarget:
     """Embedding and head on the drafter's device: the target's own modules there, else a copy of just these.
 
     Embeddings come as float32, the precision of the drafter's residual stream.
+
+    Arguments:
+        kept_ids: tokens of a reduced vocabulary.
     """
     if device != target.device:
         embedding, head = copy.deepcopy((target.embedding, target.head))
@@ -54,4 +58,5 @@ def frozen_target(target: Target, device: torch.device) -> FrozenTarget:
     def embed(ids: Tensor) -> Tensor:
         return target.embed(ids).float()
 
-    return FrozenTarget(embed=embed, head=target.head)
+    draft_head = None if kept_ids is None else ReducedHead(target.head, kept_ids)
+    return FrozenTarget(embed=embed, head=target.head, draft_head=draft_head)

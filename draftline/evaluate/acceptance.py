@@ -29,6 +29,7 @@ from draftline.draft.anchors import block_input_ids, predicted_positions, slot_l
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import CapturedSample, Sample
+from draftline.target.head import head_of_drafter
 from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target
 
@@ -169,7 +170,8 @@ def _streaks(
     block_ids_AP = block_input_ids(ids_S[anchor_positions_A], block, config.mask_token_id)
     layout = BlockLayout.of_row(anchor_positions_A, torch.arange(len(ids_S), device=target.device), block)
     hidden = draft_model(states, target.embed(block_ids_AP).flatten(0, 1)[None].to(weight), layout)
-    predicted_AP = target.head.logits(hidden[0].to(target.device)).argmax(-1).unflatten(0, block_ids_AP.shape)
+    head = head_of_drafter(target.head, draft_model.kept_ids)
+    predicted_AP = head.to_target_ids(head.logits(hidden[0].to(target.device)).argmax(-1)).view_as(block_ids_AP)
 
     labels_AP = slot_labels(anchor_positions_A, target_ids_S, block, from_anchor, shift=-1)
     inside_AP = predicted_positions(anchor_positions_A, block, from_anchor) < len(ids_S)

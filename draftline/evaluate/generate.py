@@ -27,6 +27,7 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError, TargetError
 from draftline.evaluate.sampling import GREEDY, Sampling, draw, verify_greedy, verify_sampled
 from draftline.evaluate.target_state import open_target_state
+from draftline.target.head import head_of_drafter
 from draftline.target.model import Target
 
 
@@ -86,22 +87,23 @@ class BlockDrafter:
         self._generator = generator
         self._cache = draft_model.new_cache()
         self._weight = draft_model.fc.weight
+        self._head = head_of_drafter(target.head, draft_model.kept_ids)
 
     def extend(self, hidden_states: Tensor) -> None:
         """Project the states of kept tokens once, for all blocks to come."""
         self._draft_model.extend_cache(self._cache, hidden_states.to(self._weight))
 
     def propose(self, anchor_id: int) -> Proposal:
-        """One forward of the drafter, one of the target's head."""
+        """One forward of the drafter, one of the target's head or of the rows that the drafter can say."""
         config = self._draft_model.config
         anchor_1 = torch.tensor([anchor_id], device=self._target.device)
         block_ids = block_input_ids(anchor_1, config.block_size, config.mask_token_id)
         hidden = self._draft_model.draft(self._cache, self._target.embed(block_ids).to(self._weight))
         predicted = hidden[0, config.block_size - config.num_speculative_tokens :]
-        logits_KV = self._target.head.logits(predicted.to(self._target.device))
+        logits = self._head.logits(predicted.to(self._target.device))
         if self._sampling.greedy:
-            return Proposal(logits_KV.argmax(-1))
-        probabilities_KV = self._sampling.probabilities(logits_KV)
+            return Proposal(self._head.to_target_ids(logits.argmax(-1)))
+        probabilities_KV = self._head.to_whole(self._sampling.probabilities(logits))
         return Proposal(draw(probabilities_KV, self._generator), probabilities_KV)
 
 

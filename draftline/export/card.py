@@ -116,7 +116,7 @@ def _shape(config: DFlashConfig, dtype: ExportDtype, largest: float | None) -> s
         "layers": f"{config.num_hidden_layers}{window if sliding else ''}",
         "captured target layers": f"{list(config.target_layer_ids)} of {config.num_target_layers}, outputs, from 0",
         "mask token": str(config.mask_token_id),
-        "vocabulary": f"{config.vocab_size} rows, the target's whole table",
+        "vocabulary": _vocabulary(config),
         "rope": f"{config.rope_parameters['rope_type']}, theta {config.rope_parameters['rope_theta']}",
         "longest position": str(config.max_position_embeddings),
         "weights": dtype,
@@ -125,6 +125,12 @@ def _shape(config: DFlashConfig, dtype: ExportDtype, largest: float | None) -> s
         safe = "safe" if largest <= FLOAT16_MAX else "NOT safe"
         rows["largest activation"] = f"{largest:.1f}: {safe} in float16, which ends at {FLOAT16_MAX:.0f}"
     return "## Shape\n\n" + _table(("", ""), rows.items())
+
+
+def _vocabulary(config: DFlashConfig) -> str:
+    if config.draft_vocab_size is None:
+        return f"{config.vocab_size} rows, the target's whole table"
+    return f"{config.draft_vocab_size} tokens can be drafted (`d2t`, offsets), of the target's {config.vocab_size} rows"
 
 
 def _training(training: Training | None) -> str:

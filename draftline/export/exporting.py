@@ -76,7 +76,7 @@ def export_drafter(
     Args:
         source: a run, a checkpoint, or any folder that `import` reads.
         target: what the drafter was trained for; it is checked that it fits.
-        reader: `speculators` writes that format, all others read z-lab's.
+        reader: `speculators` writes that format, and so does `vllm` for a reduced vocabulary; all else is z-lab's.
         target_path: the target as the server will find it, if not under the name it was loaded by.
         given: facts that the source leaves out.
 
@@ -91,7 +91,8 @@ def export_drafter(
     results = results or Results()
     loaded = load_drafter(source, given, target)
     largest = largest_activation(loaded.draft_model, target)
-    form = "speculators" if reader == "speculators" else "zlab"
+    reduced = loaded.config.draft_vocab_size is not None
+    form = "speculators" if reader == "speculators" or (reader == "vllm" and reduced) else "zlab"
     serving = Serving(str(out), target_path or _served_name(target), dtype, loaded.config)
     others = tuple(other for other in readers_of(form) if other != reader)
     card = model_card(
@@ -119,7 +120,7 @@ def import_drafter(
 ) -> ExportReport:
     """Rewrite another trainer's checkpoint in a format that every command here reads, at the dtype it was stored in.
 
-    z-lab's format, or speculators' for a drafter whose every slot predicts, which z-lab's has no word for.
+    z-lab's format, or speculators' for what z-lab's has no word for: every slot predicts, a reduced vocabulary.
 
     Raises:
         CheckpointError: there is no drafter, it is incomplete, not computed here, or leaves out what was not given.
@@ -128,9 +129,10 @@ def import_drafter(
         StorageError: `out` is not empty or cannot be written.
     """
     loaded = load_drafter(source, given, target)
-    form = "speculators" if loaded.config.sample_from_anchor else "zlab"
+    config = loaded.config
+    form = "speculators" if config.sample_from_anchor or config.draft_vocab_size is not None else "zlab"
     name = "TARGET" if target is None else _served_name(target)
-    serving = Serving(str(out), name, loaded.export_dtype, loaded.config)
+    serving = Serving(str(out), name, loaded.export_dtype, config)
     card = model_card(CardFacts(serving=serving, readers=readers_of(form), checks=CHECKS))
     _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card)
     command = serving_command(readers_of(form)[0], serving)
@@ -156,7 +158,13 @@ def _write(
         return
     architectures = tuple(target.model.config.architectures or ()) if target is not None else ()
     export_speculators(
-        loaded.draft_model, out, dtype, verifier=verifier, verifier_architectures=architectures, card=card
+        loaded.draft_model,
+        out,
+        dtype,
+        verifier=verifier,
+        verifier_architectures=architectures,
+        target_head=None if target is None else target.head,
+        card=card,
     )
 
 

@@ -71,6 +71,7 @@ class Facts:
         target_layer_ids: convention A.
         num_target_layers: depth of the target.
         sliding_window_causal: whether slots of sliding layers see only earlier slots.
+        draft_vocab_size: tokens that the drafter can say; None where it is all of them.
         scales: what the target does to embeddings and logits, where the folder says so.
     """
 
@@ -84,6 +85,7 @@ class Facts:
     layer_types: tuple[str, ...]
     sliding_window: int | None
     sliding_window_causal: bool = True
+    draft_vocab_size: int | None = None
     scales: Mapping[str, float | None] = field(default_factory=dict)
 
 
@@ -112,6 +114,7 @@ def resolve(facts: Facts, given: Given) -> DFlashConfig:
             mask_token_id=_settled("mask_token_id", facts.mask_token_id, given.mask_token_id, where),
             target_layer_ids=facts.target_layer_ids,
             num_target_layers=_settled("num_target_layers", facts.num_target_layers, given.num_target_layers, where),
+            draft_vocab_size=facts.draft_vocab_size,
             sample_from_anchor=layout,
             bos_token_id=_token(stack, "bos_token_id"),
             eos_token_id=_token(stack, "eos_token_id"),

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftline.config import DFlashConfig
 from draftline.draft.model import DFlashDraftModel
+from draftline.draft.vocabulary import mapping_fault
 from draftline.errors import CheckpointError, ExportError
 from draftline.storage import new_folder
 
@@ -107,10 +108,12 @@ def write_folder(
     dtype: ExportDtype,
     check: Callable[[Path], None],
     card: str | None = None,
+    beside: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Write `config.json`, the weights in `dtype` and the model card; the folder appears only if `check` passes.
 
     Args:
+        beside: tensors that the format stores with the drafter's own.
         check: called with the finished files under their temporary name; raises if they are not as they should be.
 
     Raises:
@@ -121,23 +124,23 @@ def write_folder(
     header = {"format": "pt", SHAPE_KEY: canonical(draft_model.config).model_dump_json()}
     with new_folder(folder) as temporary:
         (temporary / "config.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, temporary / _WEIGHTS, metadata=header)
+        save_file({**tensors, **(beside or {})}, temporary / _WEIGHTS, metadata=header)
         check(temporary)
         if card is not None:
             (temporary / "README.md").write_text(card, encoding="utf-8")
 
 
 def stored_tensors(draft_model: DFlashDraftModel, dtype: ExportDtype) -> dict[str, Tensor]:
-    """The drafter's weights as they go to disk.
+    """The drafter's weights as they go to disk; `d2t` keeps its whole numbers.
 
     Raises:
         ExportError: the dtype is not written, or a weight is not finite in it.
     """
     if dtype not in DTYPES:
         raise ExportError(f"dtype {dtype!r} is not written: use float32 or bfloat16")
-    wanted = DTYPES[dtype]
     tensors = {
-        name: tensor.detach().to("cpu", wanted).contiguous() for name, tensor in draft_model.state_dict().items()
+        name: tensor.detach().to("cpu", DTYPES[dtype] if tensor.is_floating_point() else tensor.dtype).contiguous()
+        for name, tensor in draft_model.state_dict().items()
     }
     broken = next((name for name, tensor in tensors.items() if not tensor.isfinite().all()), None)
     if broken is not None:
@@ -149,7 +152,8 @@ def build_drafter(config: DFlashConfig, tensors: Mapping[str, Tensor], where: st
     """The drafter with these weights, in float32 on the CPU; every tensor of the shape and no other.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape; `where` names the folder.
+        CheckpointError: a tensor is missing, unknown or of another shape, or `d2t` is no mapping; `where` names the
+            folder.
     """
     model = DFlashDraftModel(config)
     wanted = model.state_dict()
@@ -165,8 +169,17 @@ def build_drafter(config: DFlashConfig, tensors: Mapping[str, Tensor], where: st
                 f"{where}: {name} is {list(tensor.shape)}, config.json asks for {list(wanted[name].shape)}: "
                 "they do not belong together"
             )
-    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()}, strict=True, assign=True)
+    if config.draft_vocab_size is not None:
+        fault = mapping_fault(tensors["d2t"], config.draft_vocab_size, config.vocab_size)
+        if fault is not None:
+            raise CheckpointError(f"{where}: {fault}: export the drafter again")
+    model.load_state_dict(in_float32(tensors), strict=True, assign=True)
     return model.eval()
+
+
+def in_float32(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights in float32; whole numbers as they are."""
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
 
 
 def canonical(config: DFlashConfig) -> DFlashConfig:

@@ -57,9 +57,10 @@ _OTHER_TENSORS = {
 _TARGETS_OWN: dict[Format, tuple[str, ...]] = {
     "torchspec": ("embed_tokens.weight",),
     "deepspec": ("embed_tokens.weight", "lm_head.weight"),
-    "speculators": ("embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight"),
+    "speculators": ("embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d"),
 }
-"""Frozen copies of the target's tensors that a format stores and its readers rebuild from the target."""
+"""Frozen copies of the target's tensors that a format stores and its readers rebuild from the target; and `t2d`, which
+says what `d2t` says."""
 
 _TORCHSPEC_NAMES = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
 
@@ -93,7 +94,7 @@ def detect(tree: Mapping[str, Any], names: set[str], where: str) -> Format:
 
 
 def our_tensors(files: DrafterFiles, form: Format) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The drafter's own tensors under our names, and the target's tensors that lie beside them.
+    """The drafter's own tensors under our names, and what lies beside them and is not needed.
 
     Raises:
         CheckpointError: the tensors belong to another kind of drafter.
@@ -102,9 +103,13 @@ def our_tensors(files: DrafterFiles, form: Format) -> tuple[dict[str, Tensor], d
         part = next((part for part in _OTHER_TENSORS if part in name), None)
         if part is not None:
             raise CheckpointError(f"{files.folder} has {name}, {_OTHER_TENSORS[part]}: not computed here")
-    reduced = {"t2d", "d2t"} & files.tensors.keys()
-    if reduced:
-        raise CheckpointError(f"{files.folder} has {sorted(reduced)[0]}, of a reduced vocabulary: not computed here")
+    mapping = sorted({"t2d", "d2t"} & files.tensors.keys())
+    layers = files.tree.get("transformer_layer_config", {})
+    if mapping and (form != "speculators" or files.tree.get("draft_vocab_size") == layers.get("vocab_size")):
+        raise CheckpointError(
+            f"{files.folder} has {mapping[0]}, of a reduced vocabulary, and its config.json knows of none: "
+            "export the drafter again"
+        )
     targets = {name: files.tensors[name] for name in _TARGETS_OWN.get(form, ()) if name in files.tensors}
     own = {name: tensor for name, tensor in files.tensors.items() if name not in targets}
     return ({_torchspec_name(name): tensor for name, tensor in own.items()} if form == "torchspec" else own), targets

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from draftline.config import DFlashConfig
 from draftline.draft.model import DFlashDraftModel
+from draftline.draft.vocabulary import membership_of
 from draftline.errors import CheckpointError
 from draftline.evaluate.generate import check_fits
 from draftline.export.facts import Given, resolve
 from draftline.export.folder import DrafterFiles, ExportDtype, build_drafter, compare_with_header, read_files
 from draftline.export.formats import Format, detect, our_tensors
 from draftline.export.reading import facts_of
+from draftline.target.head import head_of_drafter
 from draftline.target.model import Target
 from draftline.train.checkpoint import checkpoint_folder, load_draft_model
 
@@ -105,22 +107,37 @@ def _with_depth(given: Given, files: DrafterFiles, form: Format, target: Target 
 
 def _load_files(files: DrafterFiles, form: Format, given: Given, target: Target | None) -> LoadedDrafter:
     config = resolve(facts_of(files, form), given)
-    own, targets = our_tensors(files, form)
+    own, beside = our_tensors(files, form)
     draft_model = build_drafter(config, own, str(files.folder))
     compare_with_header(config, files)
-    dtype = next(iter(own.values())).dtype
-    notes = tuple(_left_out(name, tensor, target, files) for name, tensor in targets.items())
+    _check_membership(draft_model, beside.pop("t2d", None), files)
+    dtype = own["fc.weight"].dtype
+    notes = tuple(_left_out(name, tensor, target, draft_model, files) for name, tensor in beside.items())
     return LoadedDrafter(draft_model, form, dtype, notes)
 
 
-def _left_out(name: str, tensor: Tensor, target: Target | None, files: DrafterFiles) -> str:
+def _check_membership(draft_model: DFlashDraftModel, t2d: Tensor | None, files: DrafterFiles) -> None:
+    """Both halves of a reduced vocabulary are there, and say the same: readers differ in which they use."""
+    if draft_model.d2t is None:
+        return
+    if t2d is None:
+        raise CheckpointError(f"{files.folder} misses t2d beside d2t: copy or export the drafter again")
+    wanted = membership_of(draft_model.d2t, draft_model.config.vocab_size)
+    if t2d.dtype != torch.bool or not torch.equal(t2d, wanted):
+        raise CheckpointError(f"{files.folder}: t2d and d2t keep different tokens: export the drafter again")
+
+
+def _left_out(
+    name: str, tensor: Tensor, target: Target | None, draft_model: DFlashDraftModel, files: DrafterFiles
+) -> str:
     """Say that a copy of the target's tensor is not used, after comparing it where that is possible."""
     if target is None:
         return f"{name} is left out: the target's own is used, and was not compared"
+    head = head_of_drafter(target.head, draft_model.kept_ids).lm_head
     parts = {
         "embed_tokens.weight": target.embedding,
-        "lm_head.weight": target.parts.lm_head,
-        "verifier_lm_head.weight": target.parts.lm_head,
+        "lm_head.weight": head,
+        "verifier_lm_head.weight": head,
         "verifier_norm.weight": target.final_norm,
     }
     theirs = parts[name].get_parameter("weight").detach().cpu()

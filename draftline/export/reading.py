@@ -186,11 +186,8 @@ def _speculators_facts(files: DrafterFiles) -> Facts:
     stack = tree.get("transformer_layer_config")
     if not isinstance(stack, dict):
         raise CheckpointError(f"{where} has no transformer_layer_config: copy or export the drafter again")
-    if tree.get("draft_vocab_size") != stack.get("vocab_size"):
-        raise CheckpointError(
-            f"{where}: draft_vocab_size {tree.get('draft_vocab_size')} of {stack.get('vocab_size')}: "
-            "a reduced vocabulary is not computed here"
-        )
+    if tree.get("draft_vocab_size") is None:
+        raise CheckpointError(f"{where} has no draft_vocab_size, for which speculators assumes 32000: add it")
     if tree.get("target_hidden_size") not in (None, stack.get("hidden_size")):
         raise CheckpointError(f"{where}: target_hidden_size differs from hidden_size: not computed here")
     try:
@@ -215,6 +212,7 @@ def _speculators_facts(files: DrafterFiles) -> Facts:
         layer_types=types,
         sliding_window=stack["sliding_window"] if sliding else None,
         sliding_window_causal=not tree.get("sliding_window_non_causal") if sliding else True,
+        draft_vocab_size=None if tree["draft_vocab_size"] == stack.get("vocab_size") else tree["draft_vocab_size"],
     )
 
 

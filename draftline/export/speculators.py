@@ -5,6 +5,9 @@ Three of its conventions differ from ours and raise no error: layers are numbere
 rows of the target. So a bidirectional drafter is written with `sliding_window_non_causal: true` even without sliding
 layers, and what the format cannot say is refused: full bidirectional layers mixed with causal sliding ones, and targets
 that scale their embeddings or logits.
+
+A reduced vocabulary is written as `d2t` (offsets), `t2d` and the drafter's rows of the target's head, because vLLM
+cannot choose them by itself: without `lm_head` it would take the target's whole head.
 """
 
 from __future__ import annotations
@@ -12,12 +15,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from draftline.config import DFlashConfig
 from draftline.draft.model import DFlashDraftModel
+from draftline.draft.vocabulary import membership_of
 from draftline.errors import ExportError
-from draftline.export.folder import ExportDtype, canonical, write_folder
+from draftline.export.folder import DTYPES, ExportDtype, canonical, write_folder
 from draftline.export.importing import load_format
 from draftline.export.verify import refuse_short_window, verify_folder
+from draftline.target.head import ReducedHead, TargetHead
 from draftline.target.layers import to_aux_hidden_state_layer_ids
 
 SPECULATORS_VERSION = "0.9.0"
@@ -31,6 +38,7 @@ def export_speculators(
     *,
     verifier: str | None,
     verifier_architectures: tuple[str, ...] = (),
+    target_head: TargetHead | None = None,
     card: str | None = None,
 ) -> None:
     """Write the drafter, read it back, and compare: the folder appears only if what it holds is the same drafter.
@@ -38,6 +46,7 @@ def export_speculators(
     Args:
         verifier: the target's hub name or folder, from which readers take embedding and head.
         verifier_architectures: as its `config.json` names them.
+        target_head: the target's, of which a reduced vocabulary stores rows.
         card: content of README.md.
 
     Raises:
@@ -45,7 +54,16 @@ def export_speculators(
         StorageError: the folder is not empty or cannot be written.
     """
     tree = speculators_config(draft_model.config, dtype, verifier, verifier_architectures)
-    write_folder(folder, tree, draft_model, dtype, lambda written: verify_folder(written, draft_model, dtype), card)
+    beside = _reduced_head(draft_model, target_head, dtype)
+    write_folder(
+        folder,
+        tree,
+        draft_model,
+        dtype,
+        lambda written: verify_folder(written, draft_model, dtype, beside),
+        card,
+        beside,
+    )
 
 
 def load_speculators(folder: Path) -> DFlashDraftModel:
@@ -72,7 +90,7 @@ def speculators_config(
         "speculators_version": SPECULATORS_VERSION,
         "aux_hidden_state_layer_ids": list(to_aux_hidden_state_layer_ids(config.target_layer_ids)),
         "block_size": config.block_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.head_rows,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": not _causal(config),
@@ -93,6 +111,24 @@ def speculators_config(
         },
         "transformer_layer_config": _layers(canonical(config)),
     }
+
+
+def _reduced_head(
+    draft_model: DFlashDraftModel, target_head: TargetHead | None, dtype: ExportDtype
+) -> dict[str, Tensor]:
+    """What is stored with the drafter's own tensors; nothing if it can say every token."""
+    if draft_model.d2t is None or draft_model.kept_ids is None:
+        return {}
+    if target_head is None:
+        raise ExportError(
+            f"draft_vocab_size = {draft_model.config.draft_vocab_size} stores rows of the target's head, and no target "
+            "was given: add --target"
+        )
+    head = ReducedHead(target_head, draft_model.kept_ids).lm_head
+    if "bias" in dict(head.named_parameters()):
+        raise ExportError("the target's head has a bias, for which the speculators format has no place: not exported")
+    rows = head.get_parameter("weight").detach().to("cpu", DTYPES[dtype]).contiguous()
+    return {"lm_head.weight": rows, "t2d": membership_of(draft_model.d2t.cpu(), draft_model.config.vocab_size)}
 
 
 def _layers(config: DFlashConfig) -> dict[str, Any]:
@@ -129,10 +165,13 @@ def _causal(config: DFlashConfig) -> bool:
 
 
 def _refuse_unspeakable(config: DFlashConfig) -> None:
+    elsewhere = "export with --for zlab (z-lab's format)"
+    if config.draft_vocab_size is not None:  # for which there is no other format
+        elsewhere = "train without drafter.draft_vocab_size, and export with --for zlab"
     if _causal(config) and "full_attention" in config.layer_types:
         raise ExportError(
             "full bidirectional layers mixed with causal sliding ones have no speculators form that vLLM runs right: "
-            "export with --for vllm or --for zlab (z-lab's format)"
+            f"{elsewhere}"
         )
     scales = {
         "input_embedding_scale": config.input_embedding_scale,
@@ -143,6 +182,6 @@ def _refuse_unspeakable(config: DFlashConfig) -> None:
         if value not in (None, 1.0):
             raise ExportError(
                 f"{name} = {value}: the speculators format rebuilds embedding and head from raw rows and has no place "
-                "for it: export with --for zlab"
+                f"for it: {elsewhere}"
             )
     refuse_short_window(config)

@@ -8,7 +8,7 @@ written. Each check has a test that plants the wrong convention it is there for.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from draftline.export.folder import (
     ExportDtype,
     build_drafter,
     canonical,
+    in_float32,
     read_files,
     stored_tensors,
 )
@@ -38,7 +39,7 @@ CHECKS: tuple[str, ...] = (
     "shape, layer offset, slot layout, causality and window",
     "block size and causality in every place where a reader looks",
     "number format",
-    "head and embedding left to the target",
+    "head, embedding and vocabulary",
     "weights",
     "rotary table",
     "forward",
@@ -46,8 +47,13 @@ CHECKS: tuple[str, ...] = (
 """What `verify_folder` covers, for the model card."""
 
 
-def verify_folder(folder: Path, draft_model: DFlashDraftModel, dtype: ExportDtype) -> None:
+def verify_folder(
+    folder: Path, draft_model: DFlashDraftModel, dtype: ExportDtype, beside: Mapping[str, Tensor] | None = None
+) -> None:
     """Check a written folder against the drafter it was written from.
+
+    Args:
+        beside: tensors that the format stores with the drafter's own.
 
     Raises:
         ExportError: something reads back differently; the message says what.
@@ -59,13 +65,14 @@ def verify_folder(folder: Path, draft_model: DFlashDraftModel, dtype: ExportDtyp
         raise ExportError(f"what was written cannot be read back: {error}") from error
     expected = canonical(draft_model.config)
     tensors = stored_tensors(draft_model, dtype)
+    everything = {**tensors, **(beside or {})}
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: _different_shape(config, expected),
         lambda: _speculators_reader(files.tree, expected) if "speculators_model_type" in files.tree else None,
         lambda: _zlab_reader(files.tree, expected) if "speculators_model_type" not in files.tree else None,
         lambda: _different_dtype(files, dtype),
-        lambda: _owned_head(files, expected),
-        lambda: _different_weights(files, tensors),
+        lambda: _owned_head(files, expected, everything),
+        lambda: _different_weights(files, everything),
         lambda: _different_rotation(files, draft_model),
         lambda: _different_forward(config, files, draft_model, tensors),
     )
@@ -139,20 +146,23 @@ def _manner(causal: bool) -> str:
 def _different_dtype(files: DrafterFiles, dtype: ExportDtype) -> str | None:
     if files.tree.get("dtype") != dtype:
         return f"dtype is written as {files.tree.get('dtype')!r}, the weights are {dtype}"
-    other = next((name for name, tensor in files.tensors.items() if tensor.dtype != DTYPES[dtype]), None)
+    floats = {name: tensor for name, tensor in files.tensors.items() if tensor.is_floating_point()}
+    other = next((name for name, tensor in floats.items() if tensor.dtype != DTYPES[dtype]), None)
     return None if other is None else f"{other} is stored as {files.tensors[other].dtype}, not {dtype}"
 
 
-def _owned_head(files: DrafterFiles, expected: DFlashConfig) -> str | None:
+def _owned_head(files: DrafterFiles, expected: DFlashConfig, wanted: Mapping[str, Tensor]) -> str | None:
     """Readers decide from these whether to use the target's head and embedding, which is what was trained with."""
-    owned = sorted(name for name in files.tensors if name.startswith(("lm_head", "embed_tokens", "t2d", "d2t")))
+    heads = ("lm_head", "embed_tokens", "t2d", "d2t")
+    owned = sorted(name for name in files.tensors.keys() - wanted.keys() if name.startswith(heads))
     if owned:
         return f"{owned[0]} is stored, and readers would use it instead of the target's"
     layers = files.tree.get("transformer_layer_config", files.tree)
     if layers.get("tie_word_embeddings") is not False:
         return "tie_word_embeddings is not false, and readers would look for a head of the drafter's own"
-    if files.tree.get("draft_vocab_size", expected.vocab_size) != expected.vocab_size:
-        return f"draft_vocab_size is not {expected.vocab_size}, and readers would expect a reduced head"
+    rows = files.tree.get("draft_vocab_size", expected.vocab_size)
+    if rows != expected.head_rows:
+        return f"draft_vocab_size is {rows}, and readers would expect a head of so many rows, not {expected.head_rows}"
     return None
 
 
@@ -179,13 +189,13 @@ def _different_forward(
 ) -> str | None:
     """Two blocks over a few random states, by what was read and by the live model with the same rounded weights."""
     live = copy.deepcopy(draft_model).to("cpu", torch.float32)
-    live.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    live.load_state_dict(in_float32(tensors))
     size = live.config.block_size
     generator = torch.Generator().manual_seed(0)
     states = torch.randn(1, size + 4, live.fc.in_features, generator=generator)
     blocks = torch.randn(1, 2 * size, live.config.hidden_size, generator=generator)
     layout = BlockLayout.of_row(torch.tensor([1, size + 3]), torch.arange(size + 4), size)
-    read = build_drafter(config, files.tensors, str(files.folder))
+    read = build_drafter(config, {name: files.tensors[name] for name in tensors}, str(files.folder))
     if torch.equal(read(states, blocks, layout), live(states, blocks, layout)):
         return None
     return "the drafter read back computes something else than the one written"

@@ -64,6 +64,12 @@ def zlab_config(config: DFlashConfig, dtype: ExportDtype) -> dict[str, Any]:
             "sample_from_anchor = true: z-lab's decoder would read every slot one place too early, without an error; "
             "train with drafter.sample_from_anchor=false for this format"
         )
+    if config.draft_vocab_size is not None:
+        raise ExportError(
+            f"draft_vocab_size = {config.draft_vocab_size}: z-lab's format has no place for a reduced vocabulary, and "
+            "its readers would draft from the target's whole head: export with --for vllm or --for speculators, or "
+            "train without drafter.draft_vocab_size"
+        )
     refuse_short_window(config)
     config = canonical(config)
     rope = dict(config.rope_parameters)

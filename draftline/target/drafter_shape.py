@@ -61,6 +61,7 @@ def resolve_drafter_config(
             mask_token_id=resolve_mask_token(target, drafter.mask_token_id, used_ids(used_token_ids)),
             target_layer_ids=check_target_layer_ids(ids, target.num_layers),
             num_target_layers=target.num_layers,
+            draft_vocab_size=_draft_vocab_size(target, drafter),
             sample_from_anchor=drafter.sample_from_anchor,
             input_embedding_scale=target.input_embedding_scale,
             output_multiplier=target.head.output_multiplier,
@@ -71,6 +72,16 @@ def resolve_drafter_config(
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise ConfigError(f"the drafter for {target.name} cannot be built: {message}") from error
+
+
+def _draft_vocab_size(target: Target, drafter: DrafterConfig) -> int | None:
+    """None also where the number asked for is the whole table: no mapping is kept or written for that."""
+    wanted = drafter.draft_vocab_size
+    if wanted is not None and wanted > target.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size {wanted} is more than the {target.vocab_size} rows of {target.name}: lower it"
+        )
+    return None if wanted == target.vocab_size else wanted
 
 
 def _layer_types(drafter: DrafterConfig) -> tuple[LayerType, ...]:

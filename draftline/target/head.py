@@ -54,6 +54,14 @@ class TargetHead(nn.Module):
             logits = torch.tanh(logits / self.final_logit_softcapping) * self.final_logit_softcapping
         return logits
 
+    def to_target_ids(self, rows: Tensor) -> Tensor:
+        """Token of each row of the head: the row itself."""
+        return rows
+
+    def to_whole(self, values: Tensor) -> Tensor:
+        """Values of rows as values of tokens."""
+        return values
+
     def forward(self, last_hidden: Tensor) -> Tensor:
         """[..., D] output of the last decoder layer, before the final norm -> [..., V]."""
         # not self.norm(...): a HookCapture that is active on the target must not take this for a forward of the target
@@ -65,6 +73,53 @@ class TargetHead(nn.Module):
         rows = last_hidden.reshape(-1, last_hidden.shape[-1])
         ids = [self(chunk).argmax(-1) for chunk in rows.split(chunk_size)]
         return torch.cat(ids).reshape(last_hidden.shape[:-1]) if ids else rows.new_empty(0, dtype=torch.int64)
+
+
+class ReducedHead(TargetHead):
+    """Rows of a target's head, for a drafter that can say only some tokens. Its outputs are numbered by row.
+
+    Args:
+        head: the target's.
+        kept_ids: [Vd] int64, target id of each row.
+
+    Raises:
+        TargetError: the head is no plain matrix, or an id is none of its rows.
+    """
+
+    kept_ids: Tensor
+
+    def __init__(self, head: TargetHead, kept_ids: Tensor) -> None:
+        whole = head.lm_head
+        if not isinstance(whole, nn.Linear):
+            raise TargetError(f"{type(whole).__name__} as output head has no rows to choose from: use all tokens")
+        if len(kept_ids) and not (kept_ids.min() >= 0 and kept_ids.max() < whole.out_features):
+            raise TargetError(f"the drafter's vocabulary (d2t) has ids outside 0..{whole.out_features - 1}: mend it")
+        rows = kept_ids.to(whole.weight.device)
+        some = nn.Linear(whole.in_features, len(rows), whole.bias is not None, device="meta")
+        some.weight = nn.Parameter(whole.weight.detach()[rows], requires_grad=False)
+        if whole.bias is not None:
+            some.bias = nn.Parameter(whole.bias.detach()[rows], requires_grad=False)
+        super().__init__(head.norm, some, head.output_multiplier, head.final_logit_softcapping)
+        self.register_buffer("kept_ids", rows)
+        self._vocab_size = whole.out_features
+
+    def label_rows(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:
+        """What the target would say if it had only these tokens, by row: [..., D] -> [...] int64."""
+        return self.target_ids(last_hidden, chunk_size)
+
+    def to_target_ids(self, rows: Tensor) -> Tensor:
+        """Token of each row: row + d2t[row]."""
+        return self.kept_ids[rows]
+
+    def to_whole(self, values: Tensor) -> Tensor:
+        """[..., Vd] values of rows -> [..., V] of tokens, zero elsewhere."""
+        whole = values.new_zeros(*values.shape[:-1], self._vocab_size)
+        return whole.index_copy_(-1, self.kept_ids, values)
+
+
+def head_of_drafter(head: TargetHead, kept_ids: Tensor | None) -> TargetHead:
+    """The head that a drafter speaks through: the target's own, or those of its rows that are kept."""
+    return head if kept_ids is None else ReducedHead(head, kept_ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,6 +18,7 @@ from draftline.config import DFlashConfig, RunConfig
 from draftline.draft.anchors import draw_anchors
 from draftline.draft.attention import attention_class
 from draftline.draft.model import DFlashDraftModel
+from draftline.errors import CheckpointError
 from draftline.records import PackedBatch, StepMetrics
 from draftline.train.checkpoint import (
     Checkpoint,
@@ -43,7 +44,7 @@ class Drafter:
         config: settings of the run.
         shape: of the drafter.
         total_steps: of the run, for the learning rate.
-        frozen: embedding and head of the target, on `device`.
+        frozen: embedding and head of the target, on `device`; with them comes a reduced vocabulary.
         device: where the drafter trains.
 
     Raises:
@@ -58,6 +59,8 @@ class Drafter:
         torch.manual_seed(config.train.seed)
         self.model = DFlashDraftModel(shape)
         self.model.init_weights(torch.Generator().manual_seed(config.train.seed))
+        if frozen.draft_head is not None:
+            self.model.keep_tokens(frozen.draft_head.kept_ids)
         self.model.to(device)
         self.optimizer = build_optimizer(self.model, config.optim)
 
@@ -103,8 +106,13 @@ class Drafter:
         """Put everything back as it was; `folder` is named in messages.
 
         Raises:
-            CheckpointError: a tensor does not fit.
+            CheckpointError: a tensor does not fit, or the checkpoint's reduced vocabulary is not that of this run.
         """
+        kept = self.model.d2t
+        if kept is not None and not torch.equal(kept.cpu(), checkpoint.weights.get("d2t", torch.empty(0))):
+            raise CheckpointError(
+                f"{folder} was trained with other tokens than the data gives now (d2t): give the same data and tokenizer"
+            )
         load_weights(self.model, checkpoint.weights, folder)
         restore_optimizer(self.optimizer, self.model, checkpoint.moments)
         restore_random_states(checkpoint.random)

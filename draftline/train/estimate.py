@@ -68,7 +68,7 @@ def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, lon
         parameters=parameters,
         drafter_bytes=parameters * _WEIGHT_BYTES * _STEP_COPIES,
         row_bytes=tokens * len(drafter.target_layer_ids) * drafter.hidden_size * state_bytes,
-        logits_bytes=2 * config.loss.chunk_size * drafter.vocab_size * _WEIGHT_BYTES,
+        logits_bytes=2 * config.loss.chunk_size * drafter.head_rows * _WEIGHT_BYTES,
         queue_bytes=config.pipeline.queue_bytes if config.pipeline.mode == "threads" else 0,
         checkpoint_bytes=parameters * _WEIGHT_BYTES * _CHECKPOINT_COPIES,
         checkpoints=config.train.keep_last + 2,

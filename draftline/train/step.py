@@ -39,17 +39,31 @@ class OutputHead(Protocol):
         """Greedy next tokens [...] of raw last-layer states [..., D]."""
 
 
+class DrafterHead(OutputHead, Protocol):
+    """Those rows of the target's head that a drafter with a reduced vocabulary has, as `ReducedHead` provides them."""
+
+    kept_ids: Tensor
+
+    def label_rows(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
+        """The target's best kept token [...], as a row of this head, of raw last-layer states [..., D]."""
+
+    def to_target_ids(self, rows: Tensor) -> Tensor:
+        """Tokens of rows."""
+
+
 @dataclass(frozen=True)
 class FrozenTarget:
-    """The two parts of the target that the drafter borrows, on the drafter's device.
+    """The parts of the target that the drafter borrows, on the drafter's device.
 
     Attributes:
         embed: ids [...] -> what the target's first layer receives, [..., D].
         head: the target's final norm and head.
+        draft_head: what the drafter speaks through if it can say only some tokens; none: `head`.
     """
 
     embed: Callable[[Tensor], Tensor]
     head: OutputHead
+    draft_head: DrafterHead | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +141,9 @@ def row_loss(
 ) -> tuple[Tensor, StepMetrics]:
     """Undivided loss of one row (with a gradient where grad mode is on) and its metrics.
 
+    With a reduced vocabulary a slot is taught the best token that the drafter can say, whether or not the target would
+    say another, as in speculators 0.9; but it counts as right only if it says what the target would.
+
     Under `torch.no_grad()` this is the evaluation of a held-out row.
     """
     config = draft_model.config
@@ -143,17 +160,22 @@ def row_loss(
 
     target_AP = slot_labels(anchor_positions_A, _target_ids_S(batch, frozen.head, loss), *shape, shift=-1)
     data_AP = slot_labels(anchor_positions_A, batch.input_ids[0], *shape, shift=0)
+    label_AP = target_AP if loss.labels == "target" else data_AP
+    head = frozen.head if frozen.draft_head is None else frozen.draft_head
+    if frozen.draft_head is not None:
+        label_AP = slot_labels(anchor_positions_A, _label_rows_S(batch, frozen.draft_head, loss), *shape, shift=-1)
     weight_P = slot_weights(config.block_size, decay_gamma(loss, config.block_size), config.sample_from_anchor)
     weights_n = weight_P.to(hidden_QD.device).expand_as(supervised_AP)[supervised_AP]
     results = cross_entropy_sum(
         hidden_QD[supervised_AP.flatten()],
-        (target_AP if loss.labels == "target" else data_AP)[supervised_AP],
+        label_AP[supervised_AP],
         weights_n,
-        frozen.head.logits,
+        head.logits,
         loss.chunk_size,
     )
     predicted_AP = torch.full_like(target_AP, -1)
-    predicted_AP[supervised_AP] = results.predicted_n
+    said_n = results.predicted_n if frozen.draft_head is None else frozen.draft_head.to_target_ids(results.predicted_n)
+    predicted_AP[supervised_AP] = said_n
     metrics = StepMetrics.of_blocks(
         correct_target_AP=predicted_AP == target_AP,
         correct_data_AP=predicted_AP == data_AP,
@@ -172,3 +194,10 @@ def _target_ids_S(batch: PackedBatch, head: OutputHead, loss: LossConfig) -> Ten
     assert batch.verifier_last_hidden_packed is not None, "PackedBatch carries one of the two"
     with torch.no_grad():
         return head.target_ids(batch.verifier_last_hidden_packed[0], loss.chunk_size)
+
+
+def _label_rows_S(batch: PackedBatch, head: DrafterHead, loss: LossConfig) -> Tensor:
+    """The target's best kept token at each row position, [S], by row of a reduced head."""
+    assert batch.verifier_last_hidden_packed is not None, "a reduced vocabulary is trained with send = last_hidden"
+    with torch.no_grad():
+        return head.label_rows(batch.verifier_last_hidden_packed[0], loss.chunk_size)
