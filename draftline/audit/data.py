@@ -13,10 +13,14 @@ from draftline.audit.reference import role_ids, target_forward
 from draftline.audit.subject import PreparedData
 from draftline.data.cache import tokenizer_hash
 from draftline.data.conversations import hash_json
+from draftline.data.vocabulary import count_supervised, coverage_of
 from draftline.records import Sample
 
 _LOW_AGREEMENT = 0.8
 """Below this share of answer tokens that the target would have written itself, its own answers teach much more."""
+
+_LEAST_COVERAGE = 0.95
+"""Below this share of answer tokens that the drafter can say, every twentieth token costs a rejected block."""
 
 _ROWS_READ, _TOKENS_READ = 16, 512
 """Conversations that are run through the target to measure agreement, and tokens of each."""
@@ -208,6 +212,25 @@ def same_template(probe: Probe) -> Problem | None:
     if not changed:
         return None
     return Problem(f"the {changed[0]} has changed since the data was prepared", "prepare the data again")
+
+
+@check("DAT012", "the drafter cannot say much of the answers", needs=("DRF013",))
+def vocabulary_covers(probe: Probe) -> Problem | None:
+    samples, rows = _data(probe).samples, probe.subject.target.vocab_size
+    if probe.subject.draft_model.d2t is None:
+        raise NotApplicable("the drafter can say every token")
+    counts_V = count_supervised(samples, range(len(samples)), rows)
+    coverage = coverage_of(counts_V, probe.kept_ids)
+    probe.notes.append(f"the drafter can say {len(probe.kept_ids)} tokens, {coverage:.2%} of those in the answers read")
+    if coverage >= _LEAST_COVERAGE:
+        return None
+    left_out = counts_V.index_fill(0, probe.kept_ids, 0)
+    return Problem(
+        f"{coverage:.2%} of answer tokens are among its {len(probe.kept_ids)}; the most frequent that is not: "
+        f"{int(left_out.argmax())}, {int(left_out.max())} times",
+        "a larger drafter.draft_vocab_size, or a vocabulary chosen from data like this",
+        "warning",
+    )
 
 
 def _data(probe: Probe) -> PreparedData:

@@ -230,6 +230,32 @@ def shape(probe: Probe) -> Problem | None:
     return _rope_unlike_target(probe)
 
 
+@check("DRF013", "rows of a reduced head are not the tokens that their mapping names", needs=("TGT008",))
+def reduced_head(probe: Probe) -> Problem | None:
+    draft_head, d2t = probe.subject.frozen.draft_head, probe.subject.draft_model.d2t
+    mend = "d2t[row] = kept id - row, kept ids increasing, and the head's rows those of the target's head at these ids"
+    if d2t is None and draft_head is None:
+        return None
+    if d2t is None or draft_head is None:
+        return Problem(f"{'the loss' if d2t is None else 'the drafter'} alone has a reduced vocabulary", mend)
+    if probe.mapping_fault is not None:
+        return Problem(probe.mapping_fault, mend)
+    kept_ids = probe.kept_ids
+    if not torch.equal(draft_head.to_target_ids(torch.arange(len(kept_ids), device=probe.device)).cpu(), kept_ids):
+        return Problem("the loss maps rows of its head to other tokens than d2t does", mend)
+    for forward in probe.reference:
+        with torch.no_grad():
+            found = draft_head.logits(forward.normed.to(probe.device)).cpu()
+        logits = forward.logits.cpu()
+        if relative_difference(found, logits[:, kept_ids]) <= probe.tolerance:
+            continue
+        fits = {by: relative_difference(found, logits[:, (kept_ids + by) % logits.shape[1]]) for by in (-1, 1)}
+        shift = next((by for by, difference in fits.items() if difference <= probe.tolerance), None)
+        hint = "" if shift is None else f"; they are the rows of ids {shift:+d}"
+        return Problem(f"its logits are not those of the target for the tokens that d2t names{hint}", mend)
+    return None
+
+
 # Captured layers.
 
 

@@ -56,12 +56,15 @@ class OracleDrafter(nn.Module):
         self.fc = nn.Linear(1, 1, bias=False, device=probe.device)
         self.first = probe.first
         self.normed = answer.forward.normed.to(probe.device).float()
+        self.kept_ids = probe.subject.draft_model.kept_ids
         self.spoken = answer.forward.next_ids.tolist()
+        self.best = probe.sayable(answer.forward.logits).argmax(-1).tolist()
         self.modulus = modulus
 
     def is_right(self, anchor: int, slot: int) -> bool:
         """Whether the slot of a block at a position says what the target will say."""
-        return (3 * anchor + 5 * slot) % self.modulus > 1
+        speaker = self._speaker(anchor, slot)
+        return (3 * anchor + 5 * slot) % self.modulus > 1 and self.best[speaker] == self.spoken[speaker]
 
     def new_cache(self) -> SimpleNamespace:
         """Nothing but a length."""
@@ -86,11 +89,15 @@ class OracleDrafter(nn.Module):
     def _block(self, anchor: int, size: int) -> Tensor:
         rows = []
         for slot in range(size):
-            speaker = min(max(anchor + slot - self.first, 0), len(self.spoken) - 1)
+            speaker = self._speaker(anchor, slot)
             if not self.is_right(anchor, slot):
-                speaker = next((i for i, token in enumerate(self.spoken) if token != self.spoken[speaker]), speaker)
+                speaker = next((i for i, token in enumerate(self.best) if token != self.spoken[speaker]), speaker)
             rows.append(self.normed[speaker])
         return torch.stack(rows)
+
+    def _speaker(self, anchor: int, slot: int) -> int:
+        """The token of the answer at which the target says what the slot predicts."""
+        return min(max(anchor + slot - self.first, 0), len(self.spoken) - 1)
 
 
 @check("EVL001", "decoding with a drafter gives another text than the target alone", needs=("DRF001",))
@@ -296,5 +303,9 @@ def _reference_draft(
     tokens = torch.tensor([answer.ids[anchor], *[view.mask_token_id] * (view.block_size - 1)], device=target.device)
     rows = target.embedding.get_parameter("weight")[tokens] * view.input_embedding_scale
     outputs = reference_block(view, weights, states, rows)[view.first :]
-    logits = target.model.get_output_embeddings()(outputs.to(target.device, target.dtype))
+    outputs = outputs.to(target.device, target.dtype)
+    if "d2t" in weights:  # the folder brings its own rows of the head, and where they belong
+        rows = (outputs @ weights["lm_head.weight"].to(outputs).T).argmax(-1).cpu()
+        return (rows + weights["d2t"][rows]).tolist()
+    logits = target.model.get_output_embeddings()(outputs)
     return (logits * view.output_multiplier).argmax(-1).tolist()

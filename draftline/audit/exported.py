@@ -89,7 +89,7 @@ def tensors(probe: Probe) -> Problem | None:
     if found.refusal:
         return Problem(f"the export refuses: {found.refusal}", "mend what it names; nothing was written")
     missing = sorted(found.weights.keys() - found.tensors.keys())
-    extra = sorted(found.tensors.keys() - found.weights.keys())
+    extra = sorted(found.tensors.keys() - found.weights.keys() - _beside(probe))
     changed = [
         name
         for name, tensor in found.tensors.items()
@@ -100,7 +100,8 @@ def tensors(probe: Probe) -> Problem | None:
     return Problem(
         f"{len(missing)} missing {missing[:3]}, {len(extra)} unexpected {extra[:3]}, {len(changed)} with other values "
         f"{changed[:3]}",
-        "write every backbone tensor under z-lab's names, unchanged but for the dtype; no embedding, no head",
+        "write every backbone tensor under z-lab's names, unchanged but for the dtype; no embedding, and no head but "
+        "that of a reduced vocabulary",
     )
 
 
@@ -224,7 +225,7 @@ def scales(probe: Probe) -> Problem | None:
 @check("EXP009", "the written dtype is not that of the tensors, or the drafter overflows in float16", needs=("EXP001",))
 def dtype(probe: Probe) -> Problem | None:
     found = _exported(probe)
-    kinds = {str(t.dtype).removeprefix("torch.") for t in found.tensors.values()}
+    kinds = {str(t.dtype).removeprefix("torch.") for t in found.tensors.values() if t.is_floating_point()}
     written = found.tree.get("dtype", found.tree.get("torch_dtype"))
     if written is not None and kinds != {written}:
         return Problem(f"config says {written}, the tensors are {sorted(kinds)}", "write dtype as stored")
@@ -255,6 +256,9 @@ def vocabulary(probe: Probe) -> Problem | None:
         return Problem(f"vocab_size {rows}, the target's table has {target.vocab_size} rows", mend)
     if found.layers.get("tie_word_embeddings"):
         return Problem("tie_word_embeddings is true: the drafter has neither embedding nor head", mend)
+    reduced = _reduced_mistake(probe, found)
+    if reduced is not None:
+        return reduced
     architecture = "DFlashSpeculator" if found.is_speculators else "DFlashDraftModel"
     named = found.tree.get("architectures")
     if named != [architecture]:
@@ -263,6 +267,32 @@ def vocabulary(probe: Probe) -> Problem | None:
         )
     kind = found.layers.get("model_type")
     return None if kind == "qwen3" else Problem(f"model_type is {kind}, readers look for qwen3", "model_type: qwen3")
+
+
+def _beside(probe: Probe) -> set[str]:
+    """Tensors that a reduced vocabulary stores with the drafter's own."""
+    return set() if probe.subject.draft_model.d2t is None else {"lm_head.weight", "t2d"}
+
+
+def _reduced_mistake(probe: Probe, found: Exported) -> Problem | None:
+    """What readers of a reduced vocabulary would take otherwise than it was trained."""
+    model, mend = probe.subject.draft_model, "draft_vocab_size, d2t (offsets), t2d, and lm_head: the target's rows at them"
+    rows = found.tree.get("draft_vocab_size", model.config.head_rows)
+    if rows != model.config.head_rows:
+        return Problem(f"draft_vocab_size {rows}, the drafter can say {model.config.head_rows} tokens", mend)
+    if model.d2t is None:
+        return None
+    missing = sorted(_beside(probe) - found.tensors.keys())
+    if missing:
+        return Problem(f"{missing[0]} is missing: vLLM would draft from the target's whole head", mend)
+    kept_ids = probe.kept_ids
+    if found.tensors["t2d"].nonzero()[:, 0].tolist() != kept_ids.tolist():
+        return Problem("t2d keeps other tokens than d2t", mend)
+    head = probe.subject.target.model.get_output_embeddings().get_parameter("weight").detach().cpu()
+    stored = found.tensors["lm_head.weight"]
+    if not _equal(stored, head[kept_ids].to(stored.dtype)):
+        return Problem("lm_head is not the target's rows at the tokens that d2t names", mend)
+    return None
 
 
 @check(
@@ -293,7 +323,7 @@ def forward_equality(probe: Probe) -> Problem | None:
         if reading.view is None:
             return Problem(f"{reading.reader} {'; '.join(reading.remarks)}", "write every key of the format")
         difference = _run(probe, reading.view, found)
-        precision = 2e-4 if next(iter(found.tensors.values())).dtype == torch.float32 else 5e-2
+        precision = 2e-4 if found.tensors["fc.weight"].dtype == torch.float32 else 5e-2
         if difference > precision:
             return Problem(
                 f"read as {reading.reader} does, its outputs differ by {difference:.1e} (relative) from training",
@@ -323,7 +353,7 @@ def _export(probe: Probe) -> Exported:
         try:
             probe.subject.export(model, folder)
         except (ExportError, CheckpointError) as error:
-            if model.config.sample_from_anchor:
+            if model.config.sample_from_anchor and model.d2t is None:
                 raise NotApplicable("the format has no words for sample_from_anchor") from error
             return Exported({}, {}, weights, trained, refusal=str(error))
         tree = json.loads((folder / "config.json").read_text(encoding="utf-8"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
+from torch import Tensor
+
 from draftline.audit.conventions import describe
 from draftline.audit.finding import Finding
 from draftline.audit.live import live_subject, prepared_data
@@ -17,11 +19,11 @@ from draftline.config import DFlashConfig, DrafterConfig, RunConfig, TargetConfi
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import choose_conversations
 from draftline.engine.replicas import frozen_target
-from draftline.errors import CheckpointError, TargetError
+from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.export.facts import Given
 from draftline.export.folder import read_files
 from draftline.export.importing import checkpoint_folder, load_drafter
-from draftline.run import HELDOUT_FOLDER, drafter_device
+from draftline.run import HELDOUT_FOLDER, choose_vocabulary, drafter_device
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
@@ -51,8 +53,21 @@ def subject_of_run(config: RunConfig, target: Target) -> AuditSubject:
     used = None if dataset is None else dataset.used_token_ids()
     shape = resolve_drafter_config(target, config.drafter, used)
     device = drafter_device(config.train.device)
-    drafter = Drafter(config=config, shape=shape, total_steps=1, frozen=frozen_target(target, device), device=device)
+    kept_ids = _kept_ids(config, shape, dataset, target)
+    frozen = frozen_target(target, device, kept_ids)
+    drafter = Drafter(config=config, shape=shape, total_steps=1, frozen=frozen, device=device)
     return live_subject(config, target, drafter.model, _prepared(config))
+
+
+def _kept_ids(config: RunConfig, shape: DFlashConfig, data: PreparedDataset | None, target: Target) -> Tensor | None:
+    """The reduced vocabulary that the run will choose."""
+    if shape.draft_vocab_size is None:
+        return None
+    if data is None:
+        raise ConfigError("drafter.draft_vocab_size chooses tokens by their frequency in the data: give --data")
+    chosen = choose_conversations(config, data, _heldout(config))
+    vocabulary = choose_vocabulary(config, shape, data, chosen.training_ids, target)
+    return None if vocabulary is None else vocabulary.kept_ids
 
 
 def audit_run_folder(
@@ -122,6 +137,7 @@ def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:
             sample_from_anchor=shape.sample_from_anchor,
             sliding_window=shape.sliding_window if sliding else None,
             num_sliding_layers=sliding,
+            draft_vocab_size=shape.draft_vocab_size,
         ),
     )
 
@@ -131,8 +147,7 @@ def _prepared(config: RunConfig) -> PreparedData | None:
     if config.data.path is None:
         return None
     training = PreparedDataset.open(config.data.path)
-    place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
-    heldout = PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None
+    heldout = _heldout(config)
     chosen = choose_conversations(config, training, heldout)
     return prepared_data(
         training,
@@ -142,3 +157,10 @@ def _prepared(config: RunConfig) -> PreparedData | None:
         training.report,
         training.meta,
     )
+
+
+def _heldout(config: RunConfig) -> PreparedDataset | None:
+    """What is held out in a folder of its own."""
+    assert config.data.path is not None, "the caller has opened it"
+    place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
+    return PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch.optim import Optimizer
 
 from draftline.audit.subject import AuditSubject, PreparedData
-from draftline.config import RunConfig
+from draftline.config import RunConfig, sent_beside_states
 from draftline.draft.attention import attention_class
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows
 from draftline.engine.replicas import frozen_target
 from draftline.evaluate import acceptance, generate
-from draftline.export import zlab
+from draftline.export import speculators, zlab
 from draftline.records import Sample, StepMetrics
 from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target
@@ -84,7 +84,7 @@ def live_subject(
     """Everything that a run with these settings, target and drafter would use."""
     pipeline = config.pipeline
     loop = TargetForwardLoop(
-        target, draft_model.config.target_layer_ids, pipeline.send, pipeline.target_batch_tokens, 0
+        target, draft_model.config.target_layer_ids, sent_beside_states(config), pipeline.target_batch_tokens, 0
     )
     device = next(draft_model.parameters()).device
 
@@ -110,6 +110,14 @@ def live_subject(
         parts = [acceptance.Acceptance(len(g.output_ids) - 1, g.target_forwards) for g in generations]
         return acceptance.Acceptance.total(parts).length
 
+    def export(model: DFlashDraftModel, folder: Path) -> None:
+        if model.config.draft_vocab_size is None:
+            zlab.export_zlab(model, folder, "float32")
+        else:  # z-lab's format has no place for it
+            speculators.export_speculators(
+                model, folder, "float32", verifier=target.name, target_head=target.head
+            )
+
     return AuditSubject(
         config=config,
         target=target,
@@ -117,7 +125,7 @@ def live_subject(
         capture=loop.capture,
         pack=rows.pack,
         draw_anchors=drafter.draw_anchors,
-        frozen=frozen_target(target, device),
+        frozen=frozen_target(target, device, draft_model.kept_ids),
         row_loss=drafter.row_loss,
         train_step=drafter.train_step,
         attention=attention_class(config.train.attention, device),
@@ -125,7 +133,7 @@ def live_subject(
         learning_rate=lambda update, total: optim.learning_rate(update, total, config.optim),
         save_state=save,
         restore_state=restore,
-        export=lambda model, folder: zlab.export_zlab(model, folder, "float32"),
+        export=export,
         generate=generate.generate,
         acceptance_length=acceptance_length,
         teacher_forced=teacher_forced,

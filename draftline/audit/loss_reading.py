@@ -97,14 +97,14 @@ def run_loss(probe: Probe, row: PackedBatch, source_Q: Tensor, chunk_size: int |
 
 
 def oracle_trace(probe: Probe, wrong_slots: set[int]) -> LossTrace:
-    """The loss with a drafter that says the target's own next token, but something else in some slots."""
-    spoken = torch.cat([forward.next_ids.cpu() for forward in probe.reference]).tolist()
+    """The loss with a drafter that says the target's own next token where it can, but something else in some slots."""
+    own, best = probe.spoken
     source = []
     for index, anchor in enumerate(probe.anchors):
         for slot in range(probe.block_size):
-            speaker = min(anchor + slot - probe.first, len(spoken) - 1)
+            speaker = min(anchor + slot - probe.first, len(own) - 1)
             if index * probe.block_size + slot in wrong_slots:
-                speaker = next((i for i, token in enumerate(spoken) if token != spoken[speaker]), 0)
+                speaker = next((i for i, token in enumerate(best) if token != own[speaker]), 0)
             source.append(max(speaker, 0))
     return run_loss(probe, probe.row, torch.tensor(source))
 
@@ -119,18 +119,18 @@ def labels_by_name(probe: Probe, name: str) -> Callable[[int], int]:
 
 
 def _explanations(probe: Probe, layers: bool) -> dict[str, Callable[[int], int]]:
-    own = torch.cat([forward.next_ids.cpu() for forward in probe.reference]).tolist()
+    own, best = probe.spoken
     data = torch.cat([sample.input_ids for sample in probe.samples]).tolist()
     end = len(own) - 1
 
     def at(ids: Sequence[int], shift: int) -> Callable[[int], int]:
         return lambda position: int(ids[min(max(position + shift, 0), end)])
 
-    truth = at(data, 0) if wants_data(probe) else at(own, -1)
+    truth = at(data, 0) if wants_data(probe) else at(best, -1)
     named = {
         "truth": truth,
-        "what the target predicts at its own position, one place late": at(own, 0),
-        "what the target predicted two tokens before, one place early": at(own, -2),
+        "what the target predicts at its own position, one place late": at(best, 0),
+        "what the target predicted two tokens before, one place early": at(best, -2),
         "the token in the data": at(data, 0),
         "the target's own next token": at(own, -1),
         "the token in the data, one place late": at(data, 1),
@@ -175,7 +175,9 @@ def _unit_gradient(probe: Probe, trace: LossTrace, labels: Callable[[int], int])
     slots = [(index * probe.block_size + slot, labels(position)) for index, slot, position in supervised(probe)]
     chosen = torch.tensor([q for q, _ in slots], device=probe.device)
     leaf = trace.stand_in.outputs.detach()[chosen].requires_grad_(True)
-    logits = probe.subject.frozen.head.logits(leaf).float()
+    rows = probe.draft_logits(leaf).float()
+    logits = rows.new_full((len(rows), probe.subject.target.vocab_size), float("-inf"))
+    logits = logits.index_copy(-1, probe.kept_ids.to(rows.device), rows)
     wanted = torch.tensor([label for _, label in slots], device=probe.device)
     (-logits.log_softmax(-1).gather(1, wanted[:, None])).sum().backward()
     assert leaf.grad is not None, "the head passes no gradient on"
@@ -189,8 +191,9 @@ def soft_hint(probe: Probe, used: LabelsUsed) -> str:
     slots = [(i * probe.block_size + k, p - 1) for i, k, p in supervised(probe)]
     chosen = torch.tensor([q for q, _ in slots], device=probe.device)
     leaf = used.trace.stand_in.outputs.detach()[chosen].requires_grad_(True)
-    teacher = torch.cat([forward.logits for forward in probe.reference])[[p for _, p in slots]].to(leaf.device).float()
-    logits = probe.subject.frozen.head.logits(leaf).float()
+    teacher = torch.cat([forward.logits for forward in probe.reference])[[p for _, p in slots]]
+    teacher = teacher[:, probe.kept_ids.to(teacher.device)].to(leaf.device).float()
+    logits = probe.draft_logits(leaf).float()
     (-(teacher.softmax(-1) * logits.log_softmax(-1)).sum()).backward()
     assert leaf.grad is not None, "the head passes no gradient on"
     cosine = torch.cosine_similarity(used.trace.gradient_QD[chosen.cpu()], leaf.grad.double().cpu(), dim=-1)

@@ -48,7 +48,7 @@ def hard_cross_entropy(probe: Probe) -> Problem | None:
     weights = measured_weights(probe, used) if used.truth_fit == 1.0 else None
     if weights is None:
         return None
-    logits = torch.cat([forward.logits for forward in probe.reference])[used.trace.source_Q]
+    logits = probe.sayable(torch.cat([forward.logits for forward in probe.reference]))[used.trace.source_Q]
     slots = [(index * probe.block_size + slot, position) for index, slot, position in supervised(probe)]
     wanted = sum(
         -float(weights[q]) * float(logits[q].double().log_softmax(-1)[labels(position)]) for q, position in slots
@@ -65,6 +65,8 @@ def right_labels(probe: Probe) -> Problem | None:
     if used.truth_fit == 1.0 or used.fit < _FITS:
         return None
     meant = "the token in the data" if wants_data(probe) else "the target's prediction made at the token before"
+    if probe.subject.frozen.draft_head is not None:
+        meant = f"the best of the drafter's {len(probe.kept_ids)} tokens in {meant}"
     return Problem(
         f"slot k is taught {used.name} (fits {used.fit:.1%} of slots; right ones fit {used.truth_fit:.1%})",
         f"the label of a slot that predicts position p is {meant} p",
@@ -183,6 +185,10 @@ def chunk_independent(probe: Probe) -> Problem | None:
 def right_metrics(probe: Probe) -> Problem | None:
     wrong_slots = {q for q in range(len(probe.anchors) * probe.block_size) if q % 5 == 3}
     metrics = oracle_trace(probe, wrong_slots).metrics
+    own, best = probe.spoken
+    wrong_slots |= {  # a token that the drafter cannot say is never said
+        index * probe.block_size + slot for index, slot, place in supervised(probe) if own[place - 1] != best[place - 1]
+    }
     wanted = _naive_metrics(probe, wrong_slots)
     found = {
         "slots": metrics.slots,

@@ -20,9 +20,10 @@ from draftline.audit.drafter_reference import DrafterView, view_of_config
 from draftline.audit.finding import NotApplicable
 from draftline.audit.reference import ReferenceForward, naive_anchors, target_forward
 from draftline.audit.subject import AuditSubject
-from draftline.config import decay_gamma
+from draftline.config import decay_gamma, sent_beside_states
 from draftline.data.sampler import RowPlan
 from draftline.draft.attention import BlockLayout
+from draftline.draft.vocabulary import kept_ids_of, mapping_fault
 from draftline.errors import TargetError
 from draftline.records import CapturedSample, PackedBatch, Sample
 
@@ -86,6 +87,33 @@ class Probe:
     @property
     def layer_ids(self) -> tuple[int, ...]:
         return self.view.target_layer_ids
+
+    @property
+    def kept_ids(self) -> Tensor:
+        """[Vd] tokens that the drafter can say, by row of its head, as its own mapping says; all of them by default."""
+        d2t = self.subject.draft_model.d2t
+        if d2t is None:
+            return torch.arange(self.subject.target.vocab_size)
+        if self.mapping_fault is not None:
+            raise NotApplicable("the drafter's vocabulary is no mapping, see DRF013")
+        return kept_ids_of(d2t.cpu())
+
+    @property
+    def mapping_fault(self) -> str | None:
+        """What is wrong with the mapping of a reduced vocabulary itself."""
+        model = self.subject.draft_model
+        return None if model.d2t is None else mapping_fault(model.d2t, model.config.head_rows, model.config.vocab_size)
+
+    def sayable(self, logits: Tensor) -> Tensor:
+        """[..., V] logits of the target with minus infinity where the drafter cannot say the token."""
+        hidden = torch.full_like(logits, float("-inf"))
+        kept_ids = self.kept_ids.to(logits.device)
+        return hidden.index_copy(-1, kept_ids, logits.index_select(-1, kept_ids))
+
+    def draft_logits(self, outputs: Tensor) -> Tensor:
+        """[n, Vd] logits of drafter outputs through the head that the loss uses."""
+        frozen = self.subject.frozen
+        return (frozen.head if frozen.draft_head is None else frozen.draft_head).logits(outputs)
 
     @property
     def device(self) -> torch.device:
@@ -158,6 +186,13 @@ class Probe:
     # One packed row, made by hand from the reference.
 
     @cached_property
+    def spoken(self) -> tuple[list[int], list[int]]:
+        """Per row position, what the target says, and the best of what the drafter can say."""
+        own = torch.cat([forward.next_ids.cpu() for forward in self.reference])
+        best = torch.cat([self.sayable(forward.logits).argmax(-1).cpu() for forward in self.reference])
+        return own.tolist(), best.tolist()
+
+    @cached_property
     def plan(self) -> RowPlan:
         return RowPlan(
             sequence_number=3, step=1, last_of_step=True, epoch=2, sample_ids=tuple(s.sample_id for s in self.samples)
@@ -166,7 +201,7 @@ class Probe:
     @cached_property
     def reference_captured(self) -> list[CapturedSample]:
         """What the target loop should deliver for the probe's conversations."""
-        wants_ids = self.subject.config.pipeline.send == "target_ids"
+        wants_ids = sent_beside_states(self.subject.config) == "target_ids"
         return [
             CapturedSample(
                 sample,

@@ -13,6 +13,7 @@ from draftline.config import DFlashConfig, LossConfig
 from draftline.draft.attention import Attention, DenseAttention
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch, StepMetrics
+from draftline.target.head import ReducedHead, TargetHead
 from draftline.train.step import FrozenTarget, row_loss
 
 VOCABULARY = 48
@@ -53,6 +54,8 @@ def drafter(config: DFlashConfig, seed: int = 0, dtype: torch.dtype = torch.floa
     for parameter in model.parameters():
         drawn = torch.randn(parameter.shape, generator=generator)
         parameter.data = 0.25 * drawn if parameter.ndim == 2 else 1.0 + 0.1 * drawn
+    if config.draft_vocab_size is not None:
+        model.keep_tokens(torch.randperm(config.vocab_size, generator=generator)[: config.head_rows].sort().values)
     return model.to(dtype)
 
 
@@ -76,8 +79,9 @@ class TinyTarget(nn.Module):
     def target_ids(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
         return torch.cat([self.lm_head(self.norm(part)).argmax(-1) for part in last_hidden.split(chunk_size)])
 
-    def frozen(self) -> FrozenTarget:
-        return FrozenTarget(self.embedding, self)
+    def frozen(self, kept_ids: Tensor | None = None) -> FrozenTarget:
+        reduced = None if kept_ids is None else ReducedHead(TargetHead(self.norm, self.lm_head), kept_ids)
+        return FrozenTarget(self.embedding, self, reduced)
 
 
 def make_row(
@@ -133,6 +137,6 @@ def block_outputs(
     seen: list[Tensor] = []
     hook = model.register_forward_hook(lambda _module, _inputs, output: seen.append(output))
     with torch.no_grad():
-        _, metrics = row_loss(model, batch, anchors, target.frozen(), LossConfig(), attention)
+        _, metrics = row_loss(model, batch, anchors, target.frozen(model.kept_ids), LossConfig(), attention)
     hook.remove()
     return seen[0][0].unflatten(0, (-1, model.config.block_size)), metrics

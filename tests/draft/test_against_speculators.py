@@ -19,10 +19,11 @@ from draftline.config import DFlashConfig, LossConfig, decay_gamma
 from draftline.draft.anchors import draw_anchors, supervised_slots
 from draftline.draft.attention import Attention, BlockLayout, DenseAttention, GroupedAttention, LayerKind, dense_mask
 from draftline.draft.model import DFlashDraftModel
+from draftline.draft.vocabulary import membership_of
 from draftline.records import PackedBatch
 from draftline.train import step
 from draftline.train.step import row_loss
-from tests.draft.layouts import TinyTarget, block_outputs, drafter, drafter_config, make_row, random_mask
+from tests.draft.layouts import VOCABULARY, TinyTarget, block_outputs, drafter, drafter_config, make_row, random_mask
 
 pytest.importorskip("speculators", reason="the independent trainer is not installed")
 core = pytest.importorskip("speculators.models.dflash.core")
@@ -57,7 +58,7 @@ def their_model(ours: DFlashDraftModel, target: TinyTarget) -> Any:
     theirs = core.DFlashDraftModel(
         DFlashSpeculatorConfig(
             transformer_layer_config=shape,
-            draft_vocab_size=config.vocab_size,
+            draft_vocab_size=config.head_rows,
             block_size=config.block_size,
             aux_hidden_state_layer_ids=[layer + 1 for layer in config.target_layer_ids],
             mask_token_id=config.mask_token_id,
@@ -71,12 +72,15 @@ def their_model(ours: DFlashDraftModel, target: TinyTarget) -> Any:
             ),
         )
     )
+    rows = target.lm_head.weight if ours.kept_ids is None else target.lm_head.weight[ours.kept_ids]
     borrowed = {
         "embed_tokens.weight": target.embedding.weight,
-        "lm_head.weight": target.lm_head.weight,
-        "verifier_lm_head.weight": target.lm_head.weight,
+        "lm_head.weight": rows,
+        "verifier_lm_head.weight": rows,
         "verifier_norm.weight": target.norm.weight,
     }
+    if ours.d2t is not None:
+        borrowed["t2d"] = membership_of(ours.d2t, config.vocab_size)
     theirs.load_state_dict({**ours.state_dict(), **borrowed}, strict=True)
     return theirs
 
@@ -124,7 +128,7 @@ def our_slots(batch: PackedBatch, anchors: Tensor, config: DFlashConfig) -> Tens
     )
 
 
-def random_case(seed: int) -> tuple[DFlashConfig, PackedBatch, Tensor]:
+def random_case(seed: int, reduced: bool = False) -> tuple[DFlashConfig, PackedBatch, Tensor]:
     """A drafter, a row padded by an unsupervised document, and the anchors at which both rules supervise the same."""
     rng = random.Random(seed)
     layers, captured = rng.randint(1, 3), rng.randint(1, 5)
@@ -140,6 +144,8 @@ def random_case(seed: int) -> tuple[DFlashConfig, PackedBatch, Tensor]:
         changes["layer_types"] = tuple(rng.choice(["sliding_attention", "full_attention"]) for _ in range(layers))
         changes["sliding_window"] = 1000
         changes["sliding_window_causal"] = rng.random() < 0.5
+    if reduced:
+        changes["draft_vocab_size"] = rng.randint(2, VOCABULARY - 1)
     config = drafter_config(changes)
     while True:
         lengths = [rng.randint(8, 50) for _ in range(rng.randint(1, 4))]
@@ -171,9 +177,9 @@ def assert_close(found: Tensor, wanted: Tensor, what: str) -> None:
     assert (found - wanted).abs().max() <= 1e-5 * wanted.abs().max(), what
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_logits_targets_loss_and_gradients_agree(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, batch, anchors = random_case(seed)
+@pytest.mark.parametrize(("seed", "reduced"), [*((s, False) for s in range(40)), *((s, True) for s in range(20))])
+def test_logits_targets_loss_and_gradients_agree(seed: int, reduced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, batch, anchors = random_case(seed, reduced)
     ours, target = drafter(config, seed), TinyTarget(seed)
     theirs = their_model(ours, target)
     attention: type[Attention] = GroupedAttention if seed % 2 else DenseAttention
@@ -182,7 +188,8 @@ def test_logits_targets_loss_and_gradients_agree(seed: int, monkeypatch: pytest.
     seen["loss"].backward()
     hidden_APD, _ = block_outputs(ours, batch, anchors, target, attention)
     labels = labels_of_step(monkeypatch)
-    loss_sum, metrics = row_loss(ours, batch, anchors, target.frozen(), LOSS, attention)
+    frozen = target.frozen(ours.kept_ids)
+    loss_sum, metrics = row_loss(ours, batch, anchors, frozen, LOSS, attention)
     loss = loss_sum / metrics.slots
     loss.backward()
 
@@ -190,14 +197,29 @@ def test_logits_targets_loss_and_gradients_agree(seed: int, monkeypatch: pytest.
     assert torch.equal(seen["loss_mask"], supervised_AP.flatten())
     assert metrics.slots == supervised_AP.sum() >= 16
     assert torch.equal(labels[0], seen["target_ids"][seen["loss_mask"]])
-    assert_close(target.logits(hidden_APD).flatten(0, 1), seen["logits"], "logits")
+    head = frozen.draft_head or frozen.head
+    assert_close(head.logits(hidden_APD).flatten(0, 1), seen["logits"], "logits")
     assert_close(loss, seen["loss"], "loss")
-    correct_AP = (seen["logits"].argmax(-1) == seen["target_ids"]).view_as(supervised_AP) & supervised_AP
+    right_Q = seen["logits"].argmax(-1) == seen["target_ids"]
+    if reduced:
+        right_Q &= their_labels_are_the_targets_own(theirs, target, batch, anchors, seen["target_ids"])
+    correct_AP = right_Q.view_as(supervised_AP) & supervised_AP
     assert metrics.correct_target_P.tolist() == correct_AP.sum(dim=0).tolist()
     theirs_by_name = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None
         assert_close(parameter.grad, theirs_by_name[name].grad, name)
+
+
+def their_labels_are_the_targets_own(
+    theirs: Any, target: TinyTarget, batch: PackedBatch, anchors: Tensor, target_ids_Q: Tensor
+) -> Tensor:
+    """Slots whose label, mapped back by their `d2t`, is what the target says with its whole vocabulary, [Q]."""
+    first = 1 if theirs.config.sample_from_anchor else 0
+    predicted_Q = (anchors[:, None] + first + torch.arange(theirs.block_size)).flatten()
+    last = batch.verifier_last_hidden_packed[0]
+    own_S = target.lm_head(target.norm(last)).argmax(-1)
+    return target_ids_Q + theirs.d2t[target_ids_Q] == own_S[(predicted_Q - 1).clamp(max=len(own_S) - 1)]
 
 
 # Where we differ on purpose.
@@ -274,6 +296,17 @@ def test_they_add_an_epsilon_to_the_count(monkeypatch: pytest.MonkeyPatch) -> No
     loss_sum, metrics = row_loss(ours, batch, anchors, target.frozen(), LOSS, DenseAttention)
     assert metrics.slots == 1
     assert loss_sum.item() / seen["loss"].item() == pytest.approx(1 + 1e-5, abs=3e-7)
+
+
+def test_they_count_a_token_as_right_that_the_target_would_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their accuracy is against the best kept token, ours against what the target says: only that is accepted."""
+    batch, anchors = one_answer_row(20), torch.arange(2, 12)
+    config = drafter_config({"draft_vocab_size": 3})
+    ours, target = drafter(config), TinyTarget()
+    seen = their_logits_and_loss(their_model(ours, target), batch, anchors, monkeypatch)
+    _, metrics = row_loss(ours, batch, anchors, target.frozen(ours.kept_ids), LOSS, DenseAttention)
+    theirs = (seen["logits"].argmax(-1) == seen["target_ids"])[seen["loss_mask"]].sum()
+    assert theirs > 5 > metrics.correct_target_P.sum()
 
 
 def their_mask(layout: BlockLayout, document_ids_S: Tensor, kind: LayerKind) -> Tensor:

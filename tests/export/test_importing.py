@@ -148,7 +148,7 @@ WRONG: list[tuple[str, Callable[[Tree], None], str]] = [
     ("deepspec", put("enable_confidence_head", True), "confidence head"),
     ("deepspec", put("enable_d2_feature", True), "real prefix tokens"),
     ("speculators", put("aux_hidden_state_layer_ids", [0, 4, 5]), "embedding"),
-    ("speculators", put("draft_vocab_size", 32), "reduced vocabulary"),
+    ("speculators", put("draft_vocab_size", 32), "misses 1 tensors, first d2t"),
     ("speculators", put("speculators_model_type", "dspark"), "'dspark'"),
     ("speculators", drop("sample_from_anchor"), "--sample-from-anchor"),
     ("speculators", put("target_hidden_size", 48), "target_hidden_size"),

@@ -25,6 +25,7 @@ from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
 from draftline.data.cache import tokenizer_hash
 from draftline.data.conversations import hash_json
+from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import Sample
 from draftline.target.drafter_shape import resolve_drafter_config
@@ -83,6 +84,10 @@ class Recipe:
     chat: bool = False
 
 
+REDUCED = Recipe(settings={"drafter": {"draft_vocab_size": 64}})
+"""The drafter can say 64 of 96 tokens, the most frequent of the answers."""
+
+
 def run_config(settings: dict[str, dict[str, Any]]) -> RunConfig:
     drafter = {
         "num_layers": 2,
@@ -108,6 +113,10 @@ def subject(recipe: Recipe | None = None) -> AuditSubject:
     data = _answers(target, recipe)
     model = DFlashDraftModel(resolve_drafter_config(target, config.drafter, None))
     model.init_weights(torch.Generator().manual_seed(config.train.seed))
+    if model.d2t is not None:
+        assert data is not None, "the tokens are chosen from the data"
+        counts_V = count_supervised(data.samples, range(len(data.samples)), VOCABULARY)
+        model.keep_tokens(reduce_vocabulary(counts_V, len(model.d2t), {2}).kept_ids)
     return live_subject(config, target, model, data)
 
 

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from draftline.audit import run_audit
-from tests.zoo.pipeline import SMALL, Recipe, llama, qwen3, subject
+from tests.zoo.pipeline import REDUCED, SMALL, Recipe, llama, qwen3, subject
 
 
 def _drafter(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -77,6 +77,9 @@ CLEAN: dict[str, Recipe] = {
     "dense attention": Recipe(settings={"train": {"attention": "dense"}}),
     "a chat template": Recipe(chat=True),
     "no data yet": Recipe(with_data=False),
+    "reduced vocabulary": REDUCED,
+    "reduced vocabulary, anchor predicts": Recipe(settings=_drafter(draft_vocab_size=64, sample_from_anchor=True)),
+    "reduced vocabulary, a chat template": Recipe(settings=_drafter(draft_vocab_size=80), chat=True),
 }
 
 

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 import pytest
 
 from draftline.audit import CHECKS, AuditReport, run_audit
-from tests.zoo import faults_drafter, faults_serving, faults_target, faults_training
+from tests.zoo import faults_drafter, faults_serving, faults_target, faults_training, faults_vocabulary
 from tests.zoo.fault import ZOO, Fault
 from tests.zoo.pipeline import subject
 
-ENTRIES = (faults_target, faults_drafter, faults_training, faults_serving)
+ENTRIES = (faults_target, faults_drafter, faults_training, faults_serving, faults_vocabulary)
 """Importing them fills the zoo."""
 
 ROWS: list[tuple[str, str, str, str, float]] = []
