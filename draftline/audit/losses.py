@@ -67,8 +67,9 @@ def right_labels(probe: Probe) -> Problem | None:
     meant = "the token in the data" if wants_data(probe) else "the target's prediction made at the token before"
     if probe.subject.frozen.draft_head is not None:
         meant = f"the best of the drafter's {len(probe.kept_ids)} tokens in {meant}"
+    taught = "something else in places" if used.name == "truth" else used.name
     return Problem(
-        f"slot k is taught {used.name} (fits {used.fit:.1%} of slots; right ones fit {used.truth_fit:.1%})",
+        f"slot k is taught {taught} (fits {used.fit:.1%} of slots; right ones fit {used.truth_fit:.1%})",
         f"the label of a slot that predicts position p is {meant} p",
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from draftline.errors import TargetError
-from draftline.target.head import TargetHead
+from draftline.target.head import ReducedHead, TargetHead, head_of_drafter
 from draftline.target.model import build_target
 from tests.target.families import FAMILIES, random_ids, tiny
 
@@ -100,3 +100,27 @@ def test_the_cap_follows_the_multiplier_and_gradients_pass() -> None:
     head.logits(hidden).sum().backward()
     assert hidden.grad is not None
     assert hidden.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "gemma2"])
+def test_a_reduced_head_gives_the_logits_of_its_tokens(family: str) -> None:
+    target = build_target(family, tiny(family), None)
+    kept_ids = torch.tensor([1, 4, 5, 20])
+    reduced = head_of_drafter(target.head, kept_ids)
+    last_hidden = torch.randn(3, 7, target.hidden_size, generator=torch.Generator().manual_seed(0))
+    whole = target.head(last_hidden)
+    torch.testing.assert_close(reduced(last_hidden), whole[..., kept_ids])
+    assert isinstance(reduced, ReducedHead)
+    rows = reduced.label_rows(last_hidden, chunk_size=4)
+    hidden = torch.full_like(whole, float("-inf"))
+    hidden[..., kept_ids] = whole[..., kept_ids]
+    assert torch.equal(reduced.to_target_ids(rows), hidden.argmax(-1))
+    spread = reduced.to_whole(reduced(last_hidden).softmax(-1))
+    torch.testing.assert_close(spread, hidden.softmax(-1))
+    assert head_of_drafter(target.head, None) is target.head
+
+
+def test_a_mapping_of_another_table_is_refused() -> None:
+    target = build_target("llama", tiny("llama"), None)
+    with pytest.raises(TargetError, match="ids outside 0"):
+        ReducedHead(target.head, torch.tensor([1, target.vocab_size]))

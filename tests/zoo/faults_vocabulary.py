@@ -14,9 +14,10 @@ from draftline.evaluate import generate as generate_module
 from draftline.target.head import ReducedHead
 from tests.zoo.fault import fault
 from tests.zoo.faults_serving import stored, written
-from tests.zoo.pipeline import REDUCED, VOCABULARY
+from tests.zoo.pipeline import REDUCED, VOCABULARY, Recipe
 
 Patch = pytest.MonkeyPatch
+LAST_HIDDEN = Recipe(settings={"pipeline": {"send": "last_hidden"}})
 
 
 def _kept_ids(subject: AuditSubject) -> Tensor:
@@ -74,7 +75,7 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
     return replace(subject, frozen=replace(subject.frozen, draft_head=None))
 
 
-@fault("a reduced head that nobody asked for", "B67", "DRF013")
+@fault("a reduced head that nobody asked for", "B67", "DRF013", LAST_HIDDEN)
 def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
     head = ReducedHead(subject.target.head, torch.arange(32))
     return replace(subject, frozen=replace(subject.frozen, draft_head=head))
@@ -88,7 +89,7 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
     return _kept(subject, rarest.sort().values)
 
 
-@fault("labels outside the vocabulary become its first row", "P9", "LOS001", REDUCED)
+@fault("labels outside the vocabulary become its first row", "P9", "LOS002", REDUCED)
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
     def label_rows(head: ReducedHead, last_hidden: Tensor, _chunk_size: int) -> Tensor:
         ids = subject.target.head.target_ids(last_hidden)
