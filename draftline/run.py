@@ -157,6 +157,7 @@ def choose_vocabulary(
             f"loss.labels = data has no label for tokens outside drafter.draft_vocab_size = {shape.draft_vocab_size}: "
             "set loss.labels=target, or leave drafter.draft_vocab_size out"
         )
+    sent_beside_states(config)
     always = stop_token_ids(target.model, target.tokenizer) if target.tokenizer is not None else frozenset()
     counts_V = count_supervised(conversations, sample_ids, target.vocab_size)
     return reduce_vocabulary(counts_V, shape.draft_vocab_size, always)

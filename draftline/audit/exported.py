@@ -276,7 +276,8 @@ def _beside(probe: Probe) -> set[str]:
 
 def _reduced_mistake(probe: Probe, found: Exported) -> Problem | None:
     """What readers of a reduced vocabulary would take otherwise than it was trained."""
-    model, mend = probe.subject.draft_model, "draft_vocab_size, d2t (offsets), t2d, and lm_head: the target's rows at them"
+    model = probe.subject.draft_model
+    mend = "write draft_vocab_size, d2t (offsets), t2d, and as lm_head the target's rows at the kept ids"
     rows = found.tree.get("draft_vocab_size", model.config.head_rows)
     if rows != model.config.head_rows:
         return Problem(f"draft_vocab_size {rows}, the drafter can say {model.config.head_rows} tokens", mend)

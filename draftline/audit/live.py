@@ -114,9 +114,7 @@ def live_subject(
         if model.config.draft_vocab_size is None:
             zlab.export_zlab(model, folder, "float32")
         else:  # z-lab's format has no place for it
-            speculators.export_speculators(
-                model, folder, "float32", verifier=target.name, target_head=target.head
-            )
+            speculators.export_speculators(model, folder, "float32", verifier=target.name, target_head=target.head)
 
     return AuditSubject(
         config=config,

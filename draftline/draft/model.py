@@ -155,7 +155,7 @@ class DFlashDraftModel(nn.Module):
 
     def keep_tokens(self, kept_ids: Tensor) -> None:
         """Set the reduced vocabulary, once, before the first step."""
-        assert self.d2t is not None and self.d2t.shape == kept_ids.shape, (self.d2t, kept_ids.shape)
+        assert self.d2t is not None, "the configuration has no draft_vocab_size"
         self.d2t.copy_(offsets_of(kept_ids))
 
     def init_weights(self, generator: torch.Generator) -> None:

@@ -72,7 +72,7 @@ def serving_notes(reader: Reader, config: DFlashConfig) -> tuple[str, ...]:
     if reader == "zlab":
         notes.append("z-lab's code does not cast: load the target in the dtype of the exported weights.")
     if config.draft_vocab_size is not None:
-        notes.append(f"Only {config.draft_vocab_size} of {config.vocab_size} tokens can be drafted; d2t maps them back.")
+        notes.append(f"Of {config.vocab_size} tokens {config.draft_vocab_size} can be drafted; d2t maps them back.")
     if config.sample_from_anchor:
         notes.append("Every slot predicts: a server that ignores sample_from_anchor reads each token one place off.")
     if "sliding_attention" in config.layer_types:

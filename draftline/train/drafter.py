@@ -111,7 +111,7 @@ class Drafter:
         kept = self.model.d2t
         if kept is not None and not torch.equal(kept.cpu(), checkpoint.weights.get("d2t", torch.empty(0))):
             raise CheckpointError(
-                f"{folder} was trained with other tokens than the data gives now (d2t): give the same data and tokenizer"
+                f"{folder} can say other tokens (d2t) than the data gives now: give the same data and tokenizer"
             )
         load_weights(self.model, checkpoint.weights, folder)
         restore_optimizer(self.optimizer, self.model, checkpoint.moments)

@@ -72,7 +72,8 @@ def first_two_tokens(sampling: Sampling, broken: bool, sayable: int) -> tuple[Te
     """Counts [V, V] of the first two tokens of speculative decoding, and their true probabilities.
 
     The drafter sees only the place in the block, as a DFlash drafter does; the target sees the token before.
-    It can say the first `sayable` tokens. With `broken`, a rejected token is replaced from p instead of from the residual: the commonest wrong rule.
+    The drafter can say the first `sayable` tokens. With `broken`, a rejected token is replaced from p instead of from
+    the residual: the commonest wrong rule.
     """
     generator = torch.Generator().manual_seed(1)
     target_logits = torch.randn(VOCABULARY + 1, VOCABULARY, generator=generator) * 1.5

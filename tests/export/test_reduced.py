@@ -81,7 +81,7 @@ def test_vllm_gets_the_form_that_it_reads(tmp_path: Path) -> None:
     assert report.format == "speculators"
     assert "draft-model" in (tmp_path / "out" / "README.md").read_text()
     assert "7 tokens can be drafted" in (tmp_path / "out" / "README.md").read_text()
-    assert any("7 of 40 tokens" in note for note in report.notes)
+    assert any("Of 40 tokens 7" in note for note in report.notes)
     tensors = load_file(tmp_path / "out" / "model.safetensors")
     tree = json.loads((tmp_path / "out" / "config.json").read_text())
     assert tree["draft_vocab_size"] == len(tensors["d2t"]) == len(tensors["lm_head.weight"]) == 7
@@ -103,7 +103,7 @@ def test_formats_without_a_place_for_it_refuse_in_one_line(tmp_path: Path, reade
         export_zlab(reduced_drafter(), tmp_path / "out")
     with pytest.raises(ExportError, match=r"stores rows of the target's head.*--target"):
         import_drafter(source=source, out=tmp_path / "out")
-    with pytest.raises(ExportError, match="train without drafter.draft_vocab_size"):
+    with pytest.raises(ExportError, match="train without drafter"):
         export(tmp_path / "out", reduced_drafter(**MIX))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
@@ -141,5 +141,5 @@ def test_a_wrong_tensor_is_caught_by_the_export_and_by_the_reader(
 def test_a_mapping_beside_a_whole_vocabulary_is_refused(tmp_path: Path) -> None:
     path = export(tmp_path / "drafter") / "config.json"
     path.write_text(path.read_text().replace('"draft_vocab_size": 7', '"draft_vocab_size": 40'))
-    with pytest.raises(CheckpointError, match="its config.json knows of none"):
+    with pytest.raises(CheckpointError, match="knows of none"):
         load_drafter(tmp_path / "drafter", target=TARGET)
