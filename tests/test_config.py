@@ -10,7 +10,15 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from draftline.config import DFlashConfig, LossConfig, RunConfig, decay_gamma, load_run_config, parse_run_config
+from draftline.config import (
+    DFlashConfig,
+    LossConfig,
+    RunConfig,
+    decay_gamma,
+    load_run_config,
+    parse_run_config,
+    read_api_key,
+)
 from draftline.errors import ConfigError
 from tests.draft.layouts import drafter_config
 
@@ -173,3 +181,15 @@ def test_drafted_tokens_follow_from_the_layout() -> None:
 def test_shape_survives_json() -> None:
     config = drafter_config({"final_logit_softcapping": 30.0})
     assert DFlashConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_servers_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setenv("OTHER_KEY", "b")
+    assert read_api_key(None) is None
+    assert read_api_key("OTHER_KEY") == "b"
+    monkeypatch.setenv("OPENAI_API_KEY", "a")
+    assert read_api_key(None) == "a"
+    monkeypatch.setenv("OTHER_KEY", "")
+    with pytest.raises(ConfigError, match="the environment has no OTHER_KEY: set it"):
+        read_api_key("OTHER_KEY")

