@@ -15,20 +15,26 @@ lies within the margin (then the runs are as good as equal) or is too wide to te
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from glob import glob
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 
+from draftline.comparison import (
+    AxisComparison,
+    Bound,
+    Comparison,
+    MetricComparison,
+    Pair,
+    SamePlace,
+    Sooner,
+    Speed,
+    Verdict,
+)
 from draftline.curves import Curve, Estimate, Reach, ratio_of_places, ratio_of_reaches, ratio_of_values
-from draftline.differences import BLOCK_KEYS, TARGET_KEYS, Difference, Identities
+from draftline.differences import BLOCK_KEYS, TARGET_KEYS, Identities
 from draftline.errors import ConfigError, DataError
-from draftline.storage import without_nan
 from draftline.trajectory import AXES, Axis, Trajectory, own_name, read_trajectory
-
-Verdict = Literal["better", "same", "worse"]
 
 HELDOUT = ("heldout_accuracy", "heldout_streak", "heldout_teacher_forced_acceptance_length", "heldout_loss")
 TRAINING = ("accuracy", "streak", "loss")
@@ -45,163 +51,6 @@ PARTS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Where on the common range of an axis, and of the values, the two are held against each other."""
 
 
-@dataclass(frozen=True)
-class SamePlace:
-    """Two groups at the same step, token or second.
-
-    Attributes:
-        place: where.
-        baseline, candidate: mean values of the two groups.
-        ratio: candidate over baseline; None where the baseline is not positive.
-    """
-
-    place: float
-    baseline: float
-    candidate: float
-    ratio: Estimate | None
-
-
-@dataclass(frozen=True)
-class Sooner:
-    """Two groups at the same value.
-
-    Attributes:
-        level: the value.
-        baseline, candidate: geometric mean of the positions where the runs first reach it; for a run that never does
-            its last position, for one that has it at its first measurement that position.
-        times: baseline over candidate: how many times sooner the candidate is there.
-        bound: `exactly` if every run reaches the level between its first and last measurement; else the true ratio
-            is `at least` or `at most` the one given, which has no interval.
-        never: groups of which a run never reaches it.
-    """
-
-    level: float
-    baseline: float
-    candidate: float
-    times: Estimate
-    bound: Literal["exactly", "at least", "at most"]
-    never: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class AxisComparison:
-    """Two groups along one axis: at equal places, and at equal values, both in ascending order."""
-
-    same_place: tuple[SamePlace, ...]
-    sooner: tuple[Sooner, ...]
-
-    @property
-    def headline(self) -> Sooner | None:
-        """The furthest level that all runs reach, else the furthest that one side reaches."""
-        exact = [entry for entry in self.sooner if entry.bound == "exactly"]
-        best_first = [*reversed(exact), *reversed(self.sooner)]
-        return best_first[0] if best_first else None
-
-
-@dataclass(frozen=True)
-class MetricComparison:
-    """Two groups in one value, along each axis that all runs record."""
-
-    metric: str
-    rising: bool
-    axes: Mapping[Axis, AxisComparison]
-
-    @property
-    def ratio(self) -> Estimate | None:
-        """Candidate over baseline at the last common step."""
-        return self.axes["step"].same_place[-1].ratio
-
-
-@dataclass(frozen=True)
-class Speed:
-    """Tokens per second of two groups, each run over its own length; means over runs, and candidate over baseline."""
-
-    baseline: float
-    candidate: float
-    ratio: Estimate
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One group against the baseline.
-
-    Attributes:
-        baseline, candidate: names of the groups.
-        verdict: of the candidate; None where nothing of quality can be compared.
-        reason: the verdict in one sentence, with its uncertainty.
-        metric: the value that the verdict is about; None without a verdict.
-        metrics: all values compared.
-        tokens_per_second: of training; None where not all runs record tokens and seconds.
-    """
-
-    baseline: str
-    candidate: str
-    verdict: Verdict | None
-    reason: str
-    metric: str | None
-    metrics: Mapping[str, MetricComparison]
-    tokens_per_second: Speed | None
-
-    @property
-    def ratio(self) -> Estimate | None:
-        """The value of the verdict at the last common step, candidate over baseline."""
-        return None if self.metric is None else self.metrics[self.metric].ratio
-
-    @property
-    def steps_to_same_accuracy(self) -> Sooner | None:
-        """How many times sooner, in steps, the candidate reaches what both reach in the value of the verdict."""
-        return None if self.metric is None else self.metrics[self.metric].axes["step"].headline
-
-    @property
-    def streak_ratio(self) -> Estimate | None:
-        """Streak at the last common step, candidate over baseline; None if it was not logged."""
-        streak = self.metrics.get("heldout_streak") or self.metrics.get("streak")
-        return None if streak is None else streak.ratio
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Everything that `draftline compare` shows.
-
-    Attributes:
-        groups: paths of the runs by group; the first group is the baseline.
-        margin: smallest relative difference that matters.
-        pairs: each other group against the baseline.
-        differences: of configuration, data and environment.
-        notes: what limits the comparison, one sentence each.
-        curves: value -> group -> one curve per run.
-    """
-
-    groups: Mapping[str, tuple[Path, ...]]
-    margin: float
-    pairs: tuple[Pair, ...]
-    differences: tuple[Difference, ...]
-    notes: tuple[str, ...]
-    curves: Mapping[str, Mapping[str, tuple[Curve, ...]]]
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything but the curves as plain values; what could not be measured is None."""
-        pairs = [
-            {
-                **asdict(pair),
-                "ratio": pair.ratio and asdict(pair.ratio),
-                "steps_to_same_accuracy": pair.steps_to_same_accuracy and asdict(pair.steps_to_same_accuracy),
-                "streak_ratio": pair.streak_ratio and asdict(pair.streak_ratio),
-            }
-            for pair in self.pairs
-        ]
-        plain: dict[str, Any] = without_nan(
-            {
-                "groups": {name: [str(path) for path in paths] for name, paths in self.groups.items()},
-                "margin": self.margin,
-                "pairs": pairs,
-                "differences": [asdict(difference) for difference in self.differences],
-                "notes": self.notes,
-            }
-        )
-        return plain
-
-
 def compare_groups(
     groups: Mapping[str, Sequence[Path]],
     *,
@@ -213,7 +62,7 @@ def compare_groups(
 
     Arguments:
         groups: run folders, CSV or JSONL files or TensorBoard folders by name of the group.
-        metric: the value of the verdict; further names are what other logs call it. None: held-out accuracy, else
+        metric: the value of the verdict; further names are what other logs call it. Without: held-out accuracy, else
             what all runs have.
         margin: smallest relative difference that matters.
         lower_is_better: of that value; None: if its name says loss or error.
@@ -231,11 +80,7 @@ def compare_groups(
     notes += _few_points(curves[chosen]) if chosen else []
     baseline, *others = groups
     pairs = [_pair(runs, curves, chosen, (baseline, candidate), margin) for candidate in others]
-    if min(len(paths) for paths in groups.values()) == 1:
-        notes.append(
-            "One run a side cannot show what another seed would give: the interval covers what was measured, "
-            "not what would come again; three runs a side can"
-        )
+    notes += _single_runs([len(paths) for paths in groups.values()])
     return Comparison(
         {name: tuple(paths) for name, paths in groups.items()},
         margin,
@@ -363,6 +208,15 @@ def _curves(
     return found
 
 
+def _single_runs(sizes: Sequence[int]) -> list[str]:
+    if max(sizes) == 1:
+        return [
+            "One run a side cannot show what another seed would give: the interval covers what was measured, "
+            "not what would come again; three runs a side can"
+        ]
+    return ["A single run borrows the spread of the runs on the other side"] if min(sizes) == 1 else []
+
+
 def _few_points(curves: Mapping[str, Sequence[Curve]]) -> list[str]:
     fewest = min(len(curve.values) for group in curves.values() for curve in group)
     if fewest >= FEW_POINTS:
@@ -441,7 +295,7 @@ def _sooner(axis: Axis, level: float, names: tuple[str, str], curves: Mapping[st
     times = Estimate(ratio_of_places(*places).value) if more or less else ratio_of_reaches(*both, axis, level)
     slow, fast = (float(np.exp(np.mean(np.log(side)))) for side in places)
     never = tuple(name for name, side in zip(names, (baseline, candidate), strict=True) if _any(side, "never"))
-    bound: Literal["exactly", "at least", "at most"] = "at least" if more else "at most" if less else "exactly"
+    bound: Bound = "at least" if more else "at most" if less else "exactly"
     return Sooner(level, slow, fast, times, bound, never)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from draftline.compare import Comparison, Pair, SamePlace, Sooner
+from draftline.comparison import Comparison, Pair, SamePlace, Sooner
 from draftline.curves import Curve, Estimate
 from draftline.errors import DataError
 from draftline.page.axis import number

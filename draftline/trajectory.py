@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -91,7 +92,7 @@ class Trajectory:
     identity: Mapping[str, Any]
     notes: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """Values that were measured at least once."""
         return tuple(name for name, cells in self.cells.items() if any(_written(cell.value) for cell in cells))

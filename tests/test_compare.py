@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftline.compare import Pair, compare_groups
+from draftline.compare import compare_groups
+from draftline.comparison import Pair
 from draftline.errors import ConfigError, DataError
 from tests.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
 
@@ -96,6 +97,13 @@ def test_a_wide_interval_is_said_to_be_wide(tmp_path: Path) -> None:
     pair = only_pair(runs(tmp_path, noisy))
     assert pair.verdict == "same"
     assert "nor excluded" in pair.reason
+
+
+def test_notes_say_what_the_number_of_runs_allows(tmp_path: Path) -> None:
+    paths = [write_csv(tmp_path / f"{k}.csv", (1 + k / 100) * SMOOTH) for k in range(4)]
+    assert "One run a side" in compare_groups({"a": paths[:1], "b": paths[1:2]}).notes[0]
+    assert "borrows the spread" in compare_groups({"a": paths[:1], "b": paths[1:]}).notes[0]
+    assert compare_groups({"a": paths[:2], "b": paths[2:]}).notes == ()
 
 
 def test_several_groups_are_each_compared_with_the_first(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftline.compare import Comparison, compare_groups
+from draftline.compare import compare_groups
+from draftline.comparison import Comparison
 from draftline.errors import DataError
 from tests.synthetic_runs import STEPS, heldout_records, write_csv, write_run
 
