@@ -12,7 +12,7 @@ have a fault planted:
     context   `fc` receives zeros, in training and in measurement
 
 The target runs once, its states are kept in POOL/states. A run that is there already is not trained again. `judge`
-draws groups of three (and of two, and single runs) from the pool and counts verdicts. Groups of one trial never share
+draws groups of three, and of two, from the pool and counts verdicts. Groups of one trial never share
 a run; different trials do, so the counts vary somewhat more than independent ones.
 """
 
@@ -43,12 +43,11 @@ from draftline.target.model import Target, load_target
 from draftline.train import step as step_module
 
 SETTINGS = (
-    "drafter.num_layers=1",
     "data.heldout_fraction=0.15",
     "train.max_steps=100",
-    "train.eval_every=50",
+    "train.eval_every=100",
     "train.eval_walks=0",
-    "train.log_every=50",
+    "train.log_every=100",
     "train.save_every=1000",
     "pipeline.mode=inline",
     "pipeline.threads_per_loop=1",
@@ -95,8 +94,8 @@ def main() -> None:
     parser.add_argument("what", choices=["train", "judge"])
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--right", type=int, default=12, help="Seeds of the right configuration.")
-    parser.add_argument("--wrong", type=int, default=6, help="Seeds of each faulty one.")
+    parser.add_argument("--right", type=int, default=9, help="Seeds of the right configuration.")
+    parser.add_argument("--wrong", type=int, default=4, help="Seeds of each faulty one.")
     parser.add_argument("--trials", type=int, default=200)
     words = parser.parse_args()
     if words.what == "train":
@@ -116,8 +115,8 @@ def train_pool(folder: Path, out: Path, seeds: dict[str, int]) -> None:
     target = load_target(config.target)
     data = choose_conversations(config, PreparedDataset.open(folder), None)
     with intra_op_threads(1):
-        for kind, count in seeds.items():
-            for seed in range(count):
+        for seed in range(max(seeds.values())):
+            for kind in (kind for kind, count in seeds.items() if seed < count):
                 train_one(config, out / kind / f"seed-{seed}", data, target, kind, seed)
 
 
@@ -138,7 +137,7 @@ def judge_pool(out: Path, trials: int) -> dict[str, dict[str, Any]]:
     pool = {kind: sorted((out / kind).glob("seed-*")) for kind in KINDS}
     rng, results = np.random.default_rng(0), {}
     for kind, runs in pool.items():
-        for size in (3, 2, 1):
+        for size in (3, 2):
             verdicts: Counter[str] = Counter()
             changes = []
             for _ in range(trials):
