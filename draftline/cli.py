@@ -487,6 +487,34 @@ def compare(
         _write_file(path, content)
 
 
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, also of a run that goes on.")],
+    out: Annotated[
+        Path | None, typer.Option("--out", callback=_new_file, help="Page to write; default RUN/report.html.")
+    ] = None,
+    evaluation: Annotated[
+        list[Path] | None, typer.Option("--evaluation", help="JSON of `evaluate` for this run's drafter.")
+    ] = None,
+    audit_json: Annotated[
+        Path | None, typer.Option("--audit", help="JSON of `audit`; default what `train` wrote.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while the run goes on.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="With --watch; 0 takes a free one.")] = 0,
+) -> None:
+    """Show a run on one HTML page: curves, speed, answers, audit, data, settings."""
+    from draftline.report.document import report_page
+    from draftline.report.watch import serve_page
+
+    if watch:
+        serve_page(folder, evaluation or (), audit_json, port)
+        return
+    page = report_page(folder, evaluation or (), audit_json)
+    path = out or folder / "report.html"
+    _write_file(path, page)
+    print(path)
+
+
 def _target_config(name: str, dtype: DtypeName, device: str, trust_remote_code: bool) -> TargetConfig:
     from draftline.config import TargetConfig
 

@@ -36,7 +36,7 @@ from draftline.export.importing import load_drafter
 from draftline.progress import counting, reading
 from draftline.recipes import find_recipe
 from draftline.recipes import quickstart as quickstart_recipe
-from draftline.run import Gate, RunResult, train_run
+from draftline.run import Examination, Gate, RunResult, train_run
 from draftline.storage import remove_folder, remove_leftovers, write_text
 from draftline.target.model import TINY_FOLDER, Target, load_context_limit, load_target, load_tokenizer, save_target
 from draftline.train.run_folder import saved_config
@@ -122,14 +122,14 @@ def audit_gate(allow: Collection[str]) -> Gate:
     The report goes to stderr. The gate raises `AuditRefusal`.
     """
 
-    def examine(config: RunConfig, target: Target) -> list[str]:
+    def examine(config: RunConfig, target: Target) -> Examination:
         report = audit_run_config(config, target)
         report.render(Console(stderr=True))
         stopping = report.errors(allow)
         if stopping:
             codes = ", ".join(finding.code for finding in stopping)
             raise AuditRefusal(f"the audit found {codes}: mend them as it says, or add --allow CODE for each")
-        return [finding.code for finding in report.errors()]
+        return Examination([finding.code for finding in report.errors()], report.to_json())
 
     return examine
 

@@ -5,9 +5,10 @@ settings -> data, target -> drafter's shape -> run folder -> drafter (or checkpo
 
 from __future__ import annotations
 
+import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -33,7 +34,7 @@ from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.progress import counting
 from draftline.records import Sample, StepMetrics
-from draftline.storage import without_nan
+from draftline.storage import without_nan, write_text
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target, load_target, resolve_device
@@ -41,7 +42,7 @@ from draftline.train.checkpoint import CheckpointStore, read_checkpoint
 from draftline.train.display import open_display
 from draftline.train.drafter import Drafter
 from draftline.train.estimate import check_disk, estimate_run
-from draftline.train.history import CONFIG_FILE
+from draftline.train.history import AUDIT_FILE, CONFIG_FILE
 from draftline.train.log import Record, RunLog, metrics_record
 from draftline.train.loop import DrafterTrainLoop, LoopParts
 from draftline.train.run_folder import (
@@ -91,14 +92,28 @@ class Engine(RowSource, AbstractContextManager["Engine"], Protocol):
     def statistics(self) -> PipelineStatistics: ...
 
 
-Gate = Callable[[RunConfig, Target], Sequence[str]]
-"""Examines a run before its first step: raises to stop it, or gives the codes of findings that it let pass."""
+@dataclass(frozen=True)
+class Examination:
+    """What a gate found in a run that it lets start.
+
+    Attributes:
+        allowed: codes of findings that the run starts in spite of.
+        report: everything, as `draftline audit --json` writes it.
+    """
+
+    allowed: Sequence[str]
+    report: Mapping[str, Any]
+
+
+Gate = Callable[[RunConfig, Target], Examination]
+"""Examines a run before its first step: raises to stop it."""
 
 
 def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate | None = None) -> RunResult:
     """Train a drafter, or continue to; everything is written into the folder `out`.
 
-    What `gate` let pass is recorded in `run.json`. A run that is continued has passed it before its first step.
+    What `gate` found is written to `audit.json`, what it let pass also to `run.json`. A run that is continued has passed
+    it before its first step.
 
     Raises:
         ConfigError: a setting cannot be met, or contradicts the run that is to be continued.
@@ -117,12 +132,17 @@ def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate 
     for prepared in (training, heldout):
         if prepared is not None:
             _check_tokenizer(prepared, target)
-    allowed = gate(config, target) if gate is not None and not (out / CONFIG_FILE).exists() else ()
-    return train_on(config, out, data, target, resume, allowed)
+    examination = gate(config, target) if gate is not None and not (out / CONFIG_FILE).exists() else None
+    return train_on(config, out, data, target, resume, examination)
 
 
 def train_on(
-    config: RunConfig, out: Path, data: RunData, target: Target, resume: bool, allowed: Sequence[str] = ()
+    config: RunConfig,
+    out: Path,
+    data: RunData,
+    target: Target,
+    resume: bool,
+    examination: Examination | None = None,
 ) -> RunResult:
     """The same with data and target already in memory, and a folder that `check_run_folder` has let pass."""
     check_same_target(out, weights_fingerprint(target.model))
@@ -136,7 +156,7 @@ def train_on(
     run = TrainingRun(config, out, data, target, shape)
     if resume:
         run.restore()
-    return run.train(allowed)
+    return run.train(examination)
 
 
 def choose_vocabulary(
@@ -216,8 +236,8 @@ class TrainingRun:
         self._checkpoints.tidy(self._state)
         _say(f"continuing after step {self._state.step} of {self._sampler.total_steps}")
 
-    def train(self, allowed: Sequence[str] = ()) -> RunResult:
-        """Run the loops to the end; `allowed` are codes of audit findings that this session runs in spite of."""
+    def train(self, examination: Examination | None = None) -> RunResult:
+        """Run the loops to the end; `examination` is what was found before this session."""
         loops, cores, threads = len(self._target_devices()), available_cores(), self._config.pipeline.threads_per_loop
         assert threads is not None, "train_on settles it"
         _say(f"{cores} core(s), {loops} target loop(s): {threads} thread(s) for each of them and for the drafter")
@@ -226,7 +246,7 @@ class TrainingRun:
         if self._vocabulary is not None:
             _say(self._vocabulary.sentence())
         session = {"first_step": self._state.step, "cores": cores, "threads_per_loop": threads}
-        self._write_identity({**session, "allowed": list(allowed)} if allowed else session)
+        self._write_identity(session, examination)
         with ExitStack() as stack:
             stack.enter_context(intra_op_threads(threads))
             engine = self._engine(threads)
@@ -328,7 +348,9 @@ class TrainingRun:
             display=open_display(self._state.step, self._sampler.total_steps),
         )
 
-    def _write_identity(self, session: dict[str, Any]) -> None:
+    def _write_identity(self, session: dict[str, Any], examination: Examination | None) -> None:
+        if examination is not None and examination.allowed:
+            session = {**session, "allowed": list(examination.allowed)}
         data: dict[str, Any] = {
             "fingerprint": self._data.fingerprint,
             "conversations": len(self._data.training_ids),
@@ -340,6 +362,8 @@ class TrainingRun:
             data["draft_vocab_coverage"] = self._vocabulary.coverage
         target = weights_fingerprint(self._target.model)
         write_identity(self._folder, self._config, self._shape, target, data, session)
+        if examination is not None:
+            write_text(self._folder / AUDIT_FILE, json.dumps(examination.report, indent=2) + "\n")
 
 
 def drafter_device(name: str) -> torch.device:

@@ -34,7 +34,9 @@ def test_the_gate_stops_a_run_for_each_error_that_is_not_allowed() -> None:
         with pytest.raises(AuditRefusal, match=f"found {left}: ") as refusal:
             jobs.audit_gate(allow)(RunConfig(), target)
         assert refusal.value.exit_status == 1
-    assert jobs.audit_gate(["DRF001", "TGT002"])(RunConfig(), target) == ["TGT002", "DRF001"]
+    examination = jobs.audit_gate(["DRF001", "TGT002"])(RunConfig(), target)
+    assert examination.allowed == ["TGT002", "DRF001"]
+    assert [finding["code"] for finding in examination.report["findings"]] == ["TGT002", "DRF001", "LOS003"]
 
 
 def test_given_answers_are_compared_with_the_targets_own_before_it_writes(

@@ -2,6 +2,7 @@
 
 RUN/config.yaml     resolved settings; `--config RUN/config.yaml` repeats or continues the run
 RUN/run.json        commit, versions, data, drafter shape, sessions: what one needs to trust the numbers
+RUN/audit.json      what the audit said before the first step
 RUN/metrics.jsonl, speed.jsonl, tensorboard/        see `log`
 RUN/checkpoints/, last, best                        see `checkpoint`
 """

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from draftline.config import load_run_config
 from draftline.data.split import RunData, choose_conversations
 from draftline.records import Sample
-from draftline.run import RunResult, train_on
+from draftline.run import Examination, RunResult, train_on
 from draftline.train.run_folder import check_run_folder
 from tests.engine.tiny_target import tiny_samples, tiny_target
 
@@ -65,11 +65,17 @@ def small_data(samples: Sequence[Sample] | None = None, words: Sequence[str] = (
     return choose_conversations(load_run_config(None, [*SETTINGS, *words]), conversations, None)
 
 
-def small_run(out: Path, *words: str, resume: bool = False, samples: Sequence[Sample] | None = None) -> RunResult:
+def small_run(
+    out: Path,
+    *words: str,
+    resume: bool = False,
+    samples: Sequence[Sample] | None = None,
+    examination: Examination | None = None,
+) -> RunResult:
     """Train in this process."""
     config = load_run_config(None, [*SETTINGS, *words])
     check_run_folder(out, config, resume)
-    return train_on(config, out, small_data(samples, words), tiny_target(), resume)
+    return train_on(config, out, small_data(samples, words), tiny_target(), resume, examination)
 
 
 def read_lines(out: Path) -> list[dict[str, Any]]:

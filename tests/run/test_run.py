@@ -16,7 +16,7 @@ from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError, DataError, DraftlineError, PipelineError, StorageError
 from draftline.records import Sample
-from draftline.run import split_last_answer
+from draftline.run import Examination, split_last_answer
 from draftline.target.model import build_target
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import tiny_samples, tiny_target
@@ -38,6 +38,15 @@ def test_threads_equal_inline_bit_for_bit(whole: Path, tmp_path: Path, loops: in
     small_run(tmp_path / "run", *words, "pipeline.queue_bytes=10000")
     assert_same_run(whole, tmp_path / "run")
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("target-loop")]
+
+
+def test_what_the_gate_found_is_kept_beside_the_run(tmp_path: Path) -> None:
+    found = Examination(["DRF001"], {"findings": [{"code": "DRF001"}], "checks": []})
+    small_run(tmp_path / "run", "train.max_steps=1", examination=found)
+    small_run(tmp_path / "run", "train.max_steps=1", resume=True)
+    assert json.loads((tmp_path / "run" / "audit.json").read_text()) == found.report
+    sessions = json.loads((tmp_path / "run" / "run.json").read_text())["sessions"]
+    assert [session.get("allowed") for session in sessions] == [["DRF001"], None]
 
 
 def test_what_a_run_folder_holds(whole: Path) -> None:

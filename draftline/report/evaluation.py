@@ -1,0 +1,173 @@
+"""What `draftline evaluate --json` measured: figures, acceptance by position, and answers coloured by slot."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftline.config import DFlashConfig
+from draftline.errors import DataError
+from draftline.evaluate.pieces import token_slots
+from draftline.page.axis import number
+from draftline.page.chart import Bars, hue
+from draftline.report.run_folder import Row, RunFolder
+
+SHOWN_ANSWERS = 6
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One output token: its text, and which drafted token it was; 0 is the target's own."""
+
+    text: str
+    slot: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answered turn.
+
+    Attributes:
+        asked: what the user said, empty where the file does not say.
+        place: file, line and turn of the prompt.
+        pieces: the output, token by token.
+        accepted: drafted tokens that stood, per forward of the target.
+        length: output tokens per forward after the first token, bonus included.
+    """
+
+    asked: str
+    place: str
+    pieces: list[Piece]
+    accepted: list[int]
+    length: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One file of results.
+
+    Attributes:
+        name: of the file.
+        acceptance_length: decoded, bonus included.
+        figures: name and value.
+        charts: acceptance by position, and how often how many stood.
+        answers: some of them, from the one with the most tokens per forward to the one with the fewest.
+        of_answers: how many there were.
+        absent: why there are no answers, empty if there are.
+        slots: drafted tokens per forward.
+    """
+
+    name: str
+    acceptance_length: float
+    interval: tuple[float, float]
+    figures: list[Row]
+    charts: list[Bars]
+    answers: list[Answer]
+    of_answers: int
+    absent: str
+    slots: int
+
+
+def read_evaluation(path: Path, run: RunFolder) -> Evaluation:
+    """One file of results, if it can be of the run's drafter.
+
+    Raises:
+        DataError: it is no such file, or of a drafter that drafts another number of tokens, or of another vocabulary.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        evaluation = _evaluation(path, content)
+        ids = max((max(turn["output_ids"], default=0) for turn in content["per_prompt"]), default=0)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is no evaluation: give what `draftline evaluate --json` wrote") from error
+    if run.identity:
+        shape = DFlashConfig.model_validate(run.identity["drafter"])
+        _check_drafter(path, run.folder, shape, evaluation.slots, ids)
+    return evaluation
+
+
+def _check_drafter(path: Path, folder: Path, shape: DFlashConfig, slots: int, highest_id: int) -> None:
+    if slots != shape.num_speculative_tokens:
+        raise DataError(
+            f"{path} is of a drafter with {slots} drafted tokens, that of {folder} has {shape.num_speculative_tokens}: "
+            "evaluate the drafter of this run"
+        )
+    if highest_id >= shape.vocab_size:
+        raise DataError(
+            f"{path} has token {highest_id}, the target of {folder} knows 0..{shape.vocab_size - 1}: "
+            "evaluate the drafter of this run"
+        )
+
+
+def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
+    rates = content["acceptance_rate_by_position"]
+    low, high = content["acceptance_length_interval"]
+    turns = content["per_prompt"]
+    told = [turn for turn in turns if "text_pieces" in turn]
+    answers = sorted((_answer(turn) for turn in told), key=lambda answer: -answer.length)
+    absent = (
+        ""
+        if told
+        else (
+            f"{path.name} holds no text of the answers (an earlier version wrote it): "
+            "run `draftline evaluate --json` again."
+        )
+    )
+    return Evaluation(
+        name=path.name,
+        acceptance_length=float(content["acceptance_length"]),
+        interval=(float(low), float(high)),
+        figures=_figures(content),
+        charts=_charts(content),
+        answers=_spread(answers),
+        of_answers=len(turns),
+        absent=absent,
+        slots=len(rates),
+    )
+
+
+def _figures(content: Mapping[str, Any]) -> list[Row]:
+    low, high = content["acceptance_length_interval"]
+    forced = content["teacher_forced_acceptance_length"]
+    return [
+        ["acceptance length (with bonus), decoded", number(content["acceptance_length"])],
+        ["95 % interval, by prompt", f"{number(low)} to {number(high)}"],
+        ["acceptance length from the training forward", "–" if forced is None else number(forced)],
+        ["outputs equal to plain greedy decoding", f"{content['greedy_equal']:.1%} of {content['prompts']} prompts"],
+        ["tokens per second with the drafter", number(content["tokens_per_second"])],
+        ["tokens per second without", number(content["baseline_tokens_per_second"])],
+        ["speed-up", number(content["speedup"])],
+    ]
+
+
+def _charts(content: Mapping[str, Any]) -> list[Bars]:
+    rates, conditional = content["acceptance_rate_by_position"], content["conditional_acceptance_rate_by_position"]
+    histogram = content["accepted_histogram"]
+    groups = [("all tokens up to here stood", hue(0), rates), ("stood, if all before stood", hue(1), conditional)]
+    forwards = [("forwards of the target", hue(2), histogram)]
+    return [
+        Bars("Acceptance by position", [str(k) for k in range(1, len(rates) + 1)], groups, x_name="drafted token"),
+        Bars("Accepted per forward", [str(k) for k in range(len(histogram))], forwards, x_name="accepted tokens"),
+    ]
+
+
+def _answer(turn: Mapping[str, Any]) -> Answer:
+    texts, accepted = turn["text_pieces"], turn["accepted_per_forward"]
+    slots = token_slots(len(texts), accepted)
+    return Answer(
+        asked=turn["asked"],
+        place=f"{Path(turn['file']).name} line {turn['number']}, turn {turn['turn']}",
+        pieces=[Piece(text, slot) for text, slot in zip(texts, slots, strict=True)],
+        accepted=accepted,
+        length=(len(texts) - 1) / len(accepted) if accepted else 1.0,
+    )
+
+
+def _spread(answers: list[Answer]) -> list[Answer]:
+    """The first, the last and some between at equal distances."""
+    if len(answers) <= SHOWN_ANSWERS:
+        return answers
+    return [answers[round(i * (len(answers) - 1) / (SHOWN_ANSWERS - 1))] for i in range(SHOWN_ANSWERS)]
