@@ -500,14 +500,18 @@ def report(
         Path | None, typer.Option("--audit", help="JSON of `audit`; default what `train` wrote.")
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Serve the page on 127.0.0.1 while the run goes on.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="With --watch; 0 takes a free one.")] = 0,
+    port: Annotated[int | None, typer.Option(min=0, max=65535, help="With --watch; default a free one.")] = None,
 ) -> None:
     """Show a run on one HTML page: curves, speed, answers, audit, data, settings."""
     from draftline.report.document import report_page
     from draftline.report.watch import serve_page
 
+    if watch and out is not None:
+        raise ConfigError(f"--watch serves the page and writes no {out}: leave out one of the two")
+    if port is not None and not watch:
+        raise ConfigError(f"--port {port} is for --watch only: add it, or leave out --port")
     if watch:
-        serve_page(folder, evaluation or (), audit_json, port)
+        serve_page(folder, evaluation or (), audit_json, port or 0)
         return
     page = report_page(folder, evaluation or (), audit_json)
     path = out or folder / "report.html"

@@ -112,8 +112,8 @@ Gate = Callable[[RunConfig, Target], Examination]
 def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate | None = None) -> RunResult:
     """Train a drafter, or continue to; everything is written into the folder `out`.
 
-    What `gate` found is written to `audit.json`, what it let pass also to `run.json`. A run that is continued has passed
-    it before its first step.
+    What `gate` found is written to `audit.json`, what it let pass also to `run.json`. A run that is continued has
+    passed it before its first step.
 
     Raises:
         ConfigError: a setting cannot be met, or contradicts the run that is to be continued.

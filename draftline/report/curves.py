@@ -12,7 +12,7 @@ from draftline.train.history import Column, Columns
 
 TRAINING, HELDOUT = hue(0), hue(1)
 
-WIDE = 20.0
+WIDE = 8.0
 """A positive figure whose highest value is this many times its lowest is drawn on a logarithmic axis."""
 
 HELDOUT_FIGURES = {
@@ -20,7 +20,7 @@ HELDOUT_FIGURES = {
     "heldout_accuracy": "accuracy",
     "heldout_data_accuracy": "accuracy against the data",
     "heldout_streak": "streak",
-    "heldout_teacher_forced_acceptance_length": "teacher-forced acceptance length (with bonus)",
+    "heldout_teacher_forced_acceptance_length": "acceptance length, teacher-forced",
 }
 
 
@@ -60,7 +60,7 @@ def positions(metrics: Columns) -> list[Chart]:
 
 
 def speed(lines: Columns) -> list[Chart]:
-    """Rates of the two stages, what they waited for, and what lay in the queue."""
+    """Rates of the two stages and what they waited for."""
     target, drafter = lines["target_tokens_per_second"], lines["drafter_tokens_per_second"]
     moving = Column(target.steps[target.values > 0], target.values[target.values > 0])
     return [
@@ -79,6 +79,14 @@ def speed(lines: Columns) -> list[Chart]:
             ],
             unit="share of the time",
         ),
+    ]
+
+
+def queue(lines: Columns) -> list[Chart]:
+    """What lay between the stages; nothing if nothing ever did, as in mode `inline`."""
+    if not lines["queue_rows"].values.any():
+        return []
+    return [
         Chart("Queue depth", [_curve("rows", lines["queue_rows"], hue(2))], unit="packed rows"),
         Chart("Queue size", [_curve("size", _scaled(lines["queue_bytes"], 1e-6), hue(2))], unit="MB"),
     ]

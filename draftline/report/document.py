@@ -9,7 +9,7 @@ from draftline.page.axis import number
 from draftline.page.frame import render
 from draftline.report import curves
 from draftline.report.data_summary import read_data_summary
-from draftline.report.evaluation import Evaluation, read_evaluation
+from draftline.report.evaluation import PARTS_HEAD, Evaluation, read_evaluation
 from draftline.report.run_folder import (
     RunFolder,
     configuration,
@@ -64,7 +64,9 @@ def report_page(
         "heldout": curves.heldout_table(run.metrics),
         "positions": curves.positions(run.metrics),
         "speed": curves.speed(run.speed),
+        "queue": curves.queue(run.speed),
         "evaluations": decoded,
+        "parts_head": PARTS_HEAD,
         "verdict": read_verdict(run, audit),
         "data": read_data_summary(run),
         "changed": changed,
@@ -73,7 +75,7 @@ def report_page(
         "environment": environment(run),
         "sessions": sessions(run),
     }
-    title = f"Run {folder.resolve().name}"
+    title = "/".join(folder.resolve().parts[-2:])
     return render("report.html", title=title, sections=SECTIONS, context=context, follow=follow)
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftline.config import DFlashConfig
+from draftline.config import DFlashConfig, flatten
 from draftline.errors import DataError
 from draftline.evaluate.pieces import token_slots
 from draftline.page.axis import number
@@ -16,6 +16,8 @@ from draftline.page.chart import Bars, hue
 from draftline.report.run_folder import Row, RunFolder
 
 SHOWN_ANSWERS = 6
+
+PARTS_HEAD = ("part", "acceptance length", "95 % interval", "prompts", "forwards")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,9 @@ class Evaluation:
         name: of the file.
         acceptance_length: decoded, bonus included.
         figures: name and value.
+        settings: how the prompts were put and answered; empty where an earlier version wrote the file.
+        warnings: what makes the numbers doubtful.
+        parts: title and rows of each breakdown that has more than one part.
         charts: acceptance by position, and how often how many stood.
         answers: some of them, from the one with the most tokens per forward to the one with the fewest.
         of_answers: how many there were.
@@ -64,6 +69,9 @@ class Evaluation:
     acceptance_length: float
     interval: tuple[float, float]
     figures: list[Row]
+    settings: list[Row]
+    warnings: list[str]
+    parts: list[tuple[str, list[Row]]]
     charts: list[Bars]
     answers: list[Answer]
     of_answers: int
@@ -83,8 +91,7 @@ def read_evaluation(path: Path, run: RunFolder) -> Evaluation:
         ids = max((max(turn["output_ids"], default=0) for turn in content["per_prompt"]), default=0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no evaluation: give what `draftline evaluate --json` wrote") from error
-    if run.identity:
-        shape = DFlashConfig.model_validate(run.identity["drafter"])
+    if (shape := run.drafter) is not None:
         _check_drafter(path, run.folder, shape, evaluation.slots, ids)
     return evaluation
 
@@ -121,6 +128,9 @@ def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
         acceptance_length=float(content["acceptance_length"]),
         interval=(float(low), float(high)),
         figures=_figures(content),
+        settings=_settings(content),
+        warnings=[str(warning) for warning in content.get("warnings", [])],
+        parts=_parts(content),
         charts=_charts(content),
         answers=_spread(answers),
         of_answers=len(turns),
@@ -130,17 +140,59 @@ def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
 
 
 def _figures(content: Mapping[str, Any]) -> list[Row]:
-    low, high = content["acceptance_length_interval"]
-    forced = content["teacher_forced_acceptance_length"]
+    counts = content.get("counts", {})
+    equal = content["greedy_equal"]
+    found: dict[str, Any] = {
+        "acceptance length (with bonus), decoded": content["acceptance_length"],
+        "95 % interval, by prompt": _interval(content["acceptance_length_interval"]),
+        "mean over prompts": content.get("acceptance_length_macro"),
+        "from the training forward": content["teacher_forced_acceptance_length"],
+        "outputs equal to plain greedy decoding": None if equal is None else f"{equal:.1%}",
+        "prompts": content["prompts"],
+        "drafted tokens": counts.get("drafted_tokens"),
+        "verified tokens": counts.get("verified_tokens"),
+        "accepted tokens": counts.get("accepted_tokens"),
+        "tokens per second with the drafter": content["tokens_per_second"],
+        "tokens per second without": content["baseline_tokens_per_second"],
+        "speed-up": content["speedup"],
+    }
+    return [[name, v if isinstance(v, str) else number(v)] for name, v in found.items() if v is not None]
+
+
+def _settings(content: Mapping[str, Any]) -> list[Row]:
+    names = ("target", "target_dtype", "settings", "mode", "trained_mode")
+    flat = flatten({name: content[name] for name in names if content.get(name) is not None})
+    return [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in flat.items()]
+
+
+def _parts(content: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
+    """Rows for `PARTS_HEAD`."""
+    titles = {
+        "by_file": "By file of prompts",
+        "by_output_length": "By length of the answer, tokens",
+        "by_output_position": "By place in the answer, tokens",
+    }
     return [
-        ["acceptance length (with bonus), decoded", number(content["acceptance_length"])],
-        ["95 % interval, by prompt", f"{number(low)} to {number(high)}"],
-        ["acceptance length from the training forward", "–" if forced is None else number(forced)],
-        ["outputs equal to plain greedy decoding", f"{content['greedy_equal']:.1%} of {content['prompts']} prompts"],
-        ["tokens per second with the drafter", number(content["tokens_per_second"])],
-        ["tokens per second without", number(content["baseline_tokens_per_second"])],
-        ["speed-up", number(content["speedup"])],
+        (title, [_part(part) for part in content[key]])
+        for key, title in titles.items()
+        if len(content.get(key, ())) > 1
     ]
+
+
+def _part(part: Mapping[str, Any]) -> Row:
+    length = part["acceptance_length"]
+    return [
+        part["name"],
+        "–" if length is None else number(length),
+        _interval(part["acceptance_length_interval"]),
+        number(part["prompts"]),
+        number(part["forwards"]),
+    ]
+
+
+def _interval(ends: Sequence[float]) -> str:
+    low, high = ends
+    return f"{number(low)} to {number(high)}"
 
 
 def _charts(content: Mapping[str, Any]) -> list[Bars]:

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 import numpy as np
 import yaml
+from pydantic import ValidationError
 
-from draftline.config import RunConfig, flatten
+from draftline.config import DFlashConfig, RunConfig, flatten
 from draftline.errors import CheckpointError
 from draftline.train.history import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, SPEED_FILE, Columns, read_columns
 
@@ -55,6 +56,22 @@ class RunFolder:
         """Steps of the whole run, None if run.json does not say."""
         steps = self.identity.get("data", {}).get("steps")
         return steps if isinstance(steps, int) else None
+
+    @property
+    def drafter(self) -> DFlashConfig | None:
+        """Shape of the drafter, None if run.json does not say.
+
+        Raises:
+            CheckpointError: run.json describes it in words of another version.
+        """
+        try:
+            return DFlashConfig.model_validate(self.identity["drafter"]) if "drafter" in self.identity else None
+        except ValidationError as error:
+            place = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise CheckpointError(
+                f"{self.folder / IDENTITY_FILE} describes the drafter as another version of Draftline does ({place}): "
+                "leave out --evaluation, or use that version"
+            ) from error
 
     @property
     def seconds(self) -> float:
@@ -137,14 +154,16 @@ def configuration(run: RunFolder) -> tuple[list[Row], list[Row]]:
     changed = [
         [key, _text(value), _text(published[key])]
         for key, value in ours.items()
-        if key in published and value != published[key]
+        if key in published and value != published[key] and key != "target.name"  # a recipe is for any target
     ]
     return changed, [[key, _text(value)] for key, value in ours.items()]
 
 
 def environment(run: RunFolder) -> list[Row]:
-    """What the run ran on, and what identifies its code, target and data."""
+    """What the run ran on, and what identifies its code, target and data; nothing without run.json."""
     identity = run.identity
+    if not identity:
+        return []
     code, machine = identity.get("code", {}), identity.get("machine", {})
     changes = f", with changes {str(code['diff_sha256'])[:12]}" if code.get("diff_sha256") else ""
     found = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,8 @@ from draftline.page.axis import number
 from draftline.report.run_folder import Row, RunFolder
 from draftline.train.history import AUDIT_FILE
 
-STATUSES = ("ok", "found", "skipped", "crashed")
+OTHERS = ("found", "skipped", "crashed")
+"""What a check may say instead of `ok`."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Verdict:
         source: where it was read, and what it says of: the run before its start, or what `--audit` names.
         findings: as the audit wrote them: `code`, `severity`, `title`, `evidence`, `mend`.
         allowed: codes with which the run was started in spite of them.
-        areas: rows of area, checks that passed, found, were skipped and could not run, and seconds.
+        areas: rows of area, checks that passed, codes that found something, were skipped, could not run, seconds.
     """
 
     source: str
@@ -36,11 +36,8 @@ class Verdict:
     def sentence(self) -> str:
         """The outcome in words."""
         errors = sum(finding["severity"] == "error" for finding in self.findings)
-        passed, _, skipped, crashed = (sum(int(row[i]) for row in self.areas) for i in range(1, 5))
-        return (
-            f"{errors} errors, {len(self.findings) - errors} warnings; {passed} checks passed, {skipped} skipped, "
-            f"{crashed} could not run."
-        )
+        passed = sum(int(row[1]) for row in self.areas)
+        return f"{errors} errors, {len(self.findings) - errors} warnings; {passed} checks passed."
 
 
 def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
@@ -66,8 +63,11 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
 
 
 def _areas(checks: list[tuple[str, str, float]]) -> list[Row]:
-    """One row per area, in the order of the audit."""
-    areas = list(dict.fromkeys(code[:3] for code, *_ in checks))
-    counts = Counter((code[:3], status) for code, status, _ in checks)
-    seconds = {area: sum(s for code, _, s in checks if code.startswith(area)) for area in areas}
-    return [[area, *(str(counts[area, status]) for status in STATUSES), number(seconds[area])] for area in areas]
+    """One row per area, in the order of the audit: how many passed, and the codes of the others."""
+    rows = []
+    for area in dict.fromkeys(code[:3] for code, *_ in checks):
+        here = [(code, status) for code, status, _ in checks if code.startswith(area)]
+        others = [" ".join(code for code, status in here if status == name) or "–" for name in OTHERS]
+        seconds = sum(spent for code, _, spent in checks if code.startswith(area))
+        rows.append([area, str(sum(status == "ok" for _, status in here)), *others, number(seconds)])
+    return rows

@@ -1,0 +1,98 @@
+"""The page as a whole, from the command line: what is asked for is there, what is wrong is one line and no file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from draftline import cli
+from tests.report.synthetic_run import AUDIT, evaluation, write_run
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A finished run with an audit, and an evaluation beside it."""
+    run = write_run(tmp_path / "run", lines=100)
+    (run / "audit.json").write_text(json.dumps(AUDIT))
+    (tmp_path / "evaluate.json").write_text(json.dumps(evaluation()))
+    return run
+
+
+def report(*words: str | Path) -> int:
+    return cli.run(["report", *map(str, words)])
+
+
+def test_the_page_lies_in_the_run_unless_it_is_told_where(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report(folder) == 0
+    assert capsys.readouterr().out == f"{folder / 'report.html'}\n"
+    assert report(folder, "--out", folder.parent / "new" / "page.html") == 0
+    assert (folder.parent / "new" / "page.html").stat().st_size > 10_000
+
+
+def test_every_part_of_the_run_is_on_the_page(folder: Path) -> None:
+    assert report(folder, "--evaluation", folder.parent / "evaluate.json") == 0
+    html = (folder / "report.html").read_text(encoding="utf-8")
+    ids = re.findall(r'<section id="([a-z]+)"', html)
+    assert ids == re.findall(r'<a href="#([a-z]+)">', html.partition("</nav>")[0])
+    assert len(ids) == 9
+    for text in ("Finished", "TGT002", "use the last", "Question &lt;8&gt;?", "optim.clip_norm", "0123abcd"):
+        assert text in html, text
+    assert '<i class="s7">' in html
+    assert "is not here any more" in html
+
+
+def test_what_is_missing_is_said_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    assert report(write_run(tmp_path / "run", lines=3, total=9)) == 0
+    html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert "Still going on" in html
+    assert "<code>draftline evaluate --json evaluate.json</code>" in html
+    assert "<code>draftline audit RUN --target T --json audit.json</code>" in html
+    assert "Nothing was evaluated on held-out data yet." in html
+
+
+def test_a_run_without_metrics_and_identity_has_a_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", lines=0, total=9)
+    (run / "metrics.jsonl").unlink()
+    (run / "run.json").unlink()
+    assert report(run) == 0
+    html = (run / "report.html").read_text(encoding="utf-8")
+    assert "metrics.jsonl is missing or empty" in html
+    assert "The run has no run.json" in html
+
+
+def refused(words: list[str | Path], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert report(*words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+def test_bad_input_is_one_line_and_leaves_no_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    above, page = folder.parent, folder.parent / "page.html"
+    (above / "other.json").write_text(json.dumps(evaluation(slots=3)))
+    (above / "torn.json").write_text(json.dumps(evaluation())[:-50])
+    assert "is no run" in refused([above, "--out", page], capsys)
+    assert "3 drafted tokens" in refused([folder, "--out", page, "--evaluation", above / "other.json"], capsys)
+    assert "is no evaluation" in refused([folder, "--out", page, "--evaluation", above / "torn.json"], capsys)
+    assert "is no result of an audit" in refused([folder, "--out", page, "--audit", above / "torn.json"], capsys)
+    assert "cannot be written" in refused([folder, "--out", above], capsys)
+    assert "cannot be written" in refused([folder, "--out", folder / "run.json" / "page.html"], capsys)
+    assert "--watch" in refused([folder, "--out", page, "--watch"], capsys)
+    assert "--port" in refused([folder, "--port", "8000"], capsys)
+    assert not page.exists()
+    assert not list(above.rglob(".unfinished-*"))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder.chmod(0o500)
+    try:
+        assert "report.html cannot be written" in refused([folder], capsys)
+    finally:
+        folder.chmod(0o700)

@@ -1,0 +1,94 @@
+"""What was decoded, and whether it can be of this run's drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftline.errors import DataError
+from draftline.report.evaluation import Evaluation, read_evaluation
+from draftline.report.run_folder import RunFolder, read_run
+from tests.report.synthetic_run import evaluation, write_run
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return read_run(write_run(tmp_path / "run", lines=1))
+
+
+def read(run: RunFolder, content: dict[str, Any]) -> Evaluation:
+    path = run.folder.parent / "evaluate.json"
+    path.write_text(json.dumps(content))
+    return read_evaluation(path, run)
+
+
+def test_tokens_are_coloured_by_the_slot_that_drafted_them(run: RunFolder) -> None:
+    shown = read(run, evaluation(answers=4))
+    assert [answer.accepted for answer in shown.answers] == [[0, 1, 2, 3], [0, 1, 2], [0, 1], [0]]
+    longest = shown.answers[0]
+    assert [piece.slot for piece in longest.pieces] == [0, 0, 1, 0, 1, 2, 0, 1, 2, 3, 0]
+    assert "".join(piece.text for piece in longest.pieces) == "".join(f" t{k}" for k in range(11))
+    assert longest.length == 10 / 4
+    assert (longest.asked, longest.place) == ("Question <4>?", "prompts.jsonl line 4, turn 1")
+
+
+def test_answers_are_shown_from_the_best_to_the_worst(run: RunFolder) -> None:
+    shown = read(run, evaluation(answers=60))
+    lengths = [answer.length for answer in shown.answers]
+    assert lengths == sorted(lengths, reverse=True)
+    assert (len(lengths), shown.of_answers) == (6, 60)
+    every = [sum(k % 8 + 1 for k in range(i)) / i for i in range(1, 61)]
+    assert (lengths[0], lengths[-1]) == (max(every), min(every))
+
+
+def test_a_file_without_texts_says_how_to_get_them(run: RunFolder) -> None:
+    content = evaluation()
+    for turn in content["per_prompt"]:
+        del turn["text_pieces"], turn["accepted_per_forward"]
+    shown = read(run, content)
+    assert shown.answers == []
+    assert "run `draftline evaluate --json` again" in shown.absent
+
+
+def test_what_newer_results_say_more_is_shown(run: RunFolder) -> None:
+    part = {
+        "name": "1 to 32",
+        "prompts": 5,
+        "tokens": 9,
+        "forwards": 4,
+        "acceptance_length": 2.25,
+        "acceptance_length_interval": [2.0, 2.5],
+    }
+    more = {
+        "warnings": ["mode differs"],
+        "by_output_length": [part, part],
+        "by_file": [part],
+        "counts": {"drafted_tokens": 700},
+        "settings": {"sampling": {"temperature": 0.5}},
+        "target": "some/target",
+    }
+    shown = read(run, {**evaluation(), **more, "greedy_equal": None})
+    assert shown.warnings == ["mode differs"]
+    assert shown.parts == [("By length of the answer, tokens", [["1 to 32", "2.250", "2 to 2.500", "5", "4"]] * 2)]
+    assert ["drafted tokens", "700"] in shown.figures
+    assert shown.settings == [["target", "some/target"], ["settings.sampling.temperature", "0.5"]]
+
+
+def test_results_of_another_drafter_or_target_are_refused(run: RunFolder) -> None:
+    with pytest.raises(DataError, match=r"of a drafter with 3 drafted tokens, that of .* has 7: evaluate the drafter"):
+        read(run, evaluation(slots=3))
+    other = evaluation()
+    other["per_prompt"][2]["output_ids"][1] = 1000
+    with pytest.raises(DataError, match=r"has token 1000, the target of .* knows 0\.\.999"):
+        read(run, other)
+
+
+@pytest.mark.parametrize("content", [{}, [], {"per_prompt": 3}, {**evaluation(), "acceptance_length": "x"}])
+def test_what_is_no_evaluation_is_refused(run: RunFolder, content: Any) -> None:
+    with pytest.raises(DataError, match=r"evaluate.json is no evaluation: give what `draftline evaluate --json` wrote"):
+        read(run, content)
+    with pytest.raises(DataError, match="is no evaluation"):
+        read_evaluation(run.folder / "nothing.json", run)
