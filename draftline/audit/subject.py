@@ -70,7 +70,7 @@ class Generate(Protocol):
 class Export(Protocol):
     """Writes the drafter into a folder that does not exist yet."""
 
-    def __call__(self, draft_model: DFlashDraftModel, folder: Path) -> None:
+    def __call__(self, draft_model: DFlashDraftModel, folder: Path, /) -> None:
         """Write the exported drafter."""
 
 
