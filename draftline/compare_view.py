@@ -10,7 +10,9 @@ from string import hexdigits
 
 import numpy as np
 from rich.console import Group, RenderableType
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from draftline.comparison import Comparison, Pair, SamePlace, Sooner
 from draftline.curves import Curve, Estimate
@@ -39,12 +41,26 @@ def as_text(comparison: Comparison) -> RenderableType:
     """Everything for a terminal, readable without colour."""
     parts: list[RenderableType] = []
     for pair in comparison.pairs:
-        word = {"better": "green", "worse": "red"}.get(str(pair.verdict), "default")
-        parts.append(f"[{word} bold]{pair.candidate} against {pair.baseline}: {pair.verdict or 'no verdict'}[/]")
-        parts.append(pair.reason)
-        parts += [_table(title, head, rows) for title, head, rows in pair_tables(pair) if rows]
+        style = {"better": "bold green", "worse": "bold red"}.get(str(pair.verdict), "bold")
+        parts.append(Text(f"{pair.candidate} against {pair.baseline}: {pair.verdict or 'no verdict'}", style))
+        parts.append(Text(pair.reason))
+        parts += [_table(title, head, rows) for title, head, rows in pair_tables(pair, AXES[:1]) if rows]
+        parts += _other_axes(pair)
     parts.append(_table("What differs", ["area", "what", *comparison.groups], _difference_rows(comparison)))
-    return Group(*parts, *(f"Note: {note}." for note in comparison.notes))
+    return Group(*parts, *(Text(f"Note: {note}.") for note in comparison.notes))
+
+
+def _other_axes(pair: Pair) -> list[Text]:
+    """One line each for tokens and seconds."""
+    if pair.metric is None:
+        return []
+    lines = []
+    for axis, along in pair.metrics[pair.metric].axes.items():
+        last, sooner = along.same_place[-1], along.headline
+        if axis != "step":
+            ending = "" if sooner is None else f"; {sooner_words(sooner)} times sooner at {number(sooner.level)}"
+            lines.append(Text(f"After {last.place:,.0f} {BETWEEN[axis]}: ratio {interval(last.ratio)}{ending}"))
+    return lines
 
 
 def as_page(comparison: Comparison) -> str:
@@ -76,8 +92,8 @@ def as_pictures(comparison: Comparison, place: Path) -> dict[Path, bytes]:
     return {place / name: _picture(comparison, [panel]) for name, panel in names.items()}
 
 
-def pair_tables(pair: Pair) -> Iterator[tuple[str, list[str], list[list[str]]]]:
-    """Title, head and rows: every value at the last common place, then the verdict's value at several, then levels."""
+def pair_tables(pair: Pair, axes: Sequence[Axis] = AXES) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+    """Title, head and rows: every value at the last common step, then the verdict's value at several, then levels."""
     names = [pair.baseline, pair.candidate]
     last = [[metric, *_same_row(found.axes["step"].same_place[-1])[1:]] for metric, found in pair.metrics.items()]
     if pair.tokens_per_second is not None:
@@ -87,10 +103,11 @@ def pair_tables(pair: Pair) -> Iterator[tuple[str, list[str], list[list[str]]]]:
     if pair.metric is None:
         return
     found = pair.metrics[pair.metric]
-    for axis, along in found.axes.items():
+    shown = {axis: found.axes[axis] for axis in axes if axis in found.axes}
+    for axis, along in shown.items():
         rows = [_same_row(entry) for entry in along.same_place]
         yield f"{pair.metric} at the same {BETWEEN[axis]}", [BETWEEN[axis], *names, "ratio (95 %)"], rows
-    for axis, along in found.axes.items():
+    for axis, along in shown.items():
         rows = [[number(entry.level), *_sooner_cells(entry, pair)] for entry in along.sooner]
         head = [
             found.metric,
@@ -154,11 +171,11 @@ def _range(estimate: Estimate) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=title, title_justify="left")
+    table = Table(title=escape(title), title_justify="left")
     for place, name in enumerate(head):
-        table.add_column(name, justify="left" if place == 0 else "right", overflow="fold")
+        table.add_column(escape(name), justify="left" if place == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(escape, row))
     return table
 
 

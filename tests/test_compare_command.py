@@ -57,11 +57,12 @@ class Reader(HTMLParser):
 
 
 def test_everything_is_written(pool: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["compare", f"old={pool}/old-*", f"new={pool}/<b>new-*", "--html", str(tmp_path / "page.html")]
+    words = ["compare", f"[old]={pool}/old-*", f"new={pool}/<b>new-*", "--html", str(tmp_path / "page.html")]
     words += ["--json", str(tmp_path / "out.json"), "--png", str(tmp_path / "pictures")]
     assert cli.run(words) == 0
     printed = capsys.readouterr().out
-    assert "new against old: better" in printed
+    assert "new against [old]: better" in printed
+    assert "After 100,000 tokens: ratio 1." in printed
     result = json.loads((tmp_path / "out.json").read_text())
     pair = result["pairs"][0]
     assert pair["verdict"] == "better"
