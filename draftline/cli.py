@@ -107,7 +107,8 @@ def run(words: list[str], debug: bool = False) -> int:
 def _usage(error: typer.TyperException) -> str:
     """What was wrong with the words, with the name of the option where the error knows it."""
     message = error.format_message() if hasattr(error, "format_message") else str(error)
-    return f"{' '.join(message.split())} (see draftline --help)"
+    message = " ".join(message.split()).replace("Value error, ", "").replace("Input should be", "it must be")
+    return f"{message.partition(', unable to')[0]} (see draftline --help)"
 
 
 def _fail(line: str, status: int, debug: bool) -> int:
@@ -152,7 +153,9 @@ def prepare(
     out: Annotated[Path, typer.Option("--out", help="Folder for the prepared data.")],
     more: Annotated[list[str] | None, typer.Argument(help="Further files, as after --data.")] = None,
     regenerate: Annotated[bool, typer.Option("--regenerate", help="The target answers the prompts itself.")] = False,
-    max_length: Annotated[int, typer.Option(min=2, help="Longest conversation, tokens; longer ones are cut.")] = 3072,
+    max_length: Annotated[
+        int | None, typer.Option(min=2, help="Longest conversation, tokens; default 3072 or what the target reads.")
+    ] = None,
     heldout: Annotated[int, typer.Option(min=0, help="Prompts kept out of training, in OUT/heldout.")] = 0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest regenerated answer, tokens.")] = 1024,
     batch_size: Annotated[int, typer.Option(min=1, help="Answers that are regenerated at the same time.")] = 16,
@@ -164,7 +167,7 @@ def prepare(
     truncation: Annotated[Literal["right", "left"], typer.Option(help="Side that is cut.")] = "right",
     min_supervised: Annotated[int, typer.Option(min=1, help="Fewest supervised tokens of a row.")] = 1,
     strip_images: Annotated[bool, typer.Option("--strip-images", help="Keep rows with images, without them.")] = False,
-    split: Annotated[str, typer.Option(help="Of Hugging Face data sets.")] = "train",
+    split: Annotated[str | None, typer.Option(help="Of Hugging Face data sets; default train.")] = None,
     max_unreadable: Annotated[float, typer.Option(min=0, max=1, help="Share of rows that may be unreadable.")] = 0.01,
     strict: Annotated[bool, typer.Option("--strict", help="Fail if any row is dropped.")] = False,
     json_out: JsonOut = None,
@@ -182,7 +185,6 @@ def prepare(
     from draftline.jobs import prepare_data
 
     options = PrepareOptions(
-        max_length=max_length,
         truncation=truncation,
         mask=MaskOptions(supervise=supervise, reasoning=not no_reasoning),
         strip_images=strip_images,
@@ -199,7 +201,7 @@ def prepare(
     elif regenerate:
         answers = GenerationSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
     wanted = _target_config(target, target_dtype, device, trust_remote_code)
-    report = prepare_data(wanted, [*data, *(more or [])], out, options, answers)
+    report = prepare_data(wanted, [*data, *(more or [])], out, options, answers, max_length=max_length)
     print(json.dumps(report, indent=2, ensure_ascii=False))
     _write_json(json_out, report)
 

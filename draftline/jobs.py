@@ -59,10 +59,12 @@ def prepare_data(
     out: Path,
     options: PrepareOptions,
     regenerate: GenerationSettings | ServerSettings | None = None,
+    *,
+    max_length: int | None = None,
 ) -> dict[str, Any]:
     """Prepare data for a target, of which only the tokenizer is loaded unless it is to answer the prompts in process.
 
-    Conversations are cut to what the target reads even if `options` allow more.
+    Conversations are cut to `max_length`, or to that of `options` if None, but never to more than the target reads.
 
     Raises:
         TargetError, TemplateError: the target cannot be loaded, or has no tokenizer or chat template.
@@ -70,12 +72,12 @@ def prepare_data(
         DataError, StorageError, Interrupted: see `data.prepare.prepare`.
     """
     limit = load_context_limit(target)
-    if options.max_length > limit:
-        _say(f"max_length {options.max_length} is lowered to {limit}, the most that target {target.name} reads")
-        options = replace(options, max_length=limit)
+    if max_length is not None and max_length > limit:
+        _say(f"--max-length {max_length} is lowered to {limit}, the most that target {target.name} reads")
+    options = replace(options, max_length=min(max_length or options.max_length, limit))
     if isinstance(regenerate, GenerationSettings):
         return answer_and_prepare(load_target(target), data, out, options, regenerate)
-    tokenizer = load_tokenizer(target)
+    tokenizer = load_tokenizer(target, chat_template=regenerate is not None)
     if regenerate is None:
         with reading("rows") as on_rows:
             return prepare(tokenizer, data, out, options, progress=on_rows)

@@ -23,7 +23,8 @@ def dataset_key(
 ) -> str:
     """Hash of the content of the data, the tokenizer, the template's text, the options and Draftline's own code.
 
-    Reads the files once. Standard input has no content before it is read, so its key never repeats.
+    Reads the files once. Standard input and pipes have no content before they are read, so their
+    key never repeats.
     """
     return hash_json(
         {
@@ -46,9 +47,9 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def _source_hash(source: str | Path) -> str:
     if isinstance(source, Path) and source.is_file():
         return _file_hash(source)
-    if isinstance(source, Path):
+    if isinstance(source, Path) and source.is_dir():
         return hash_json([_file_hash(file) for file in sorted(source.rglob("*")) if file.is_file()])
-    return source if source != "-" else uuid.uuid4().hex
+    return uuid.uuid4().hex if isinstance(source, Path) or source == "-" else source
 
 
 def _file_hash(path: Path) -> str:

@@ -41,5 +41,16 @@ class Endpoint:
 def describe_failure(failure: httpx.Response | Exception) -> str:
     """What went wrong, in a few words on one line."""
     if isinstance(failure, httpx.Response):
-        return f"status {failure.status_code}: {' '.join(failure.text.split())[:200]}"
-    return f"{type(failure).__name__}: {' '.join(str(failure).split())}"
+        return f"status {failure.status_code}: {server_message(failure)}"
+    if isinstance(failure, httpx.TimeoutException):
+        return "no reply in time"
+    return " ".join(str(failure).split()) or "the connection broke"
+
+
+def server_message(reply: httpx.Response) -> str:
+    """What a server says about a failure, in one line."""
+    try:
+        text = reply.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        text = reply.text
+    return " ".join(str(text).split())[:200]

@@ -35,8 +35,10 @@ def render_text(template: ChatTemplate, row: FormattedText, options: MaskOptions
 
 def _marked_ranges(template: ChatTemplate, text: str) -> list[tuple[int, int]]:
     """Characters between each generation prompt of the target's template and the next end of a turn."""
-    marks = template.turn_ends(Conversation(messages=()))
     ranges: list[tuple[int, int]] = []
+    if not template.tokenizer.chat_template:
+        return ranges
+    marks = template.turn_ends(Conversation(messages=()))
     if not marks.generation_prompt:
         return ranges
     at = text.find(marks.generation_prompt)
@@ -50,20 +52,28 @@ def _marked_ranges(template: ChatTemplate, text: str) -> list[tuple[int, int]]:
     return ranges
 
 
-def check_tokens(row: TokenRow, vocab_size: int) -> RenderedConversation | Unusable:
-    """Take token ids as they are if they fit the target's vocabulary and the mask fits them."""
+def check_tokens(row: TokenRow, vocab_size: int, options: MaskOptions) -> RenderedConversation | Unusable:
+    """Take token ids as they are if they fit the target's vocabulary and the mask fits them.
+
+    With `supervise` all, every token is supervised and a mask is not needed; with last, the last run of the mask.
+    """
+    given = [1] * len(row.input_ids) if options.supervise == "all" else row.loss_mask
     if not row.input_ids:
         return Unusable("empty")
-    if len(row.input_ids) != len(row.loss_mask):
+    if given is None:
+        return Unusable("no_loss_mask")
+    if len(row.input_ids) != len(given):
         return Unusable("mask_length_differs")
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in row.input_ids):
         return Unusable("bad_input_ids")
     if min(row.input_ids) < 0 or max(row.input_ids) >= vocab_size:
         return Unusable("id_outside_vocabulary")
-    if any(value not in (0, 1) for value in row.loss_mask):
+    if any(value not in (0, 1) for value in given):
         return Unusable("mask_not_0_or_1")
-    if not any(row.loss_mask):
+    if not any(given):
         return Unusable("nothing_supervised")
-    return RenderedConversation(
-        "", np.array(row.input_ids, dtype=np.int32), np.array([value == 1 for value in row.loss_mask], dtype=bool)
-    )
+    mask = np.array([value == 1 for value in given], dtype=bool)
+    if options.supervise == "last":
+        before = np.flatnonzero(~mask[: np.flatnonzero(mask)[-1]])
+        mask[: before[-1] + 1 if len(before) else 0] = False
+    return RenderedConversation("", np.array(row.input_ids, dtype=np.int32), mask)

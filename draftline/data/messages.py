@@ -20,6 +20,9 @@ _ROLES = {
 }  # fmt: skip
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
 _IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_REASONING_PARTS = frozenset({"thinking", "reasoning"})
+_WEIGHT_KEYS = ("weight", "loss_weight", "train", "training", "trainable", "loss")
 _MEDIA_PARTS = frozenset({"video", "video_url", "audio", "audio_url", "input_audio", "file"})
 
 
@@ -43,11 +46,13 @@ def parse_message(value: Any, notes: list[str], *, strip_images: bool) -> list[M
     if not isinstance(said, str):
         raise BadRow("message_without_role")
     role = _ROLES.get(said.strip().lower(), said.strip().lower())
-    content = _content(_first(fields, ("content", "value", "text")), role, strip_images)
+    content, thought = _content(_first(fields, ("content", "value", "text")), role, strip_images)
     calls = _tool_calls(fields)
     if said.strip().lower() in _CALL_ROLES:
         calls, content = _shared_call(content, notes)
     reasoning_field, reasoning = _reasoning(fields)
+    if thought and reasoning is None:
+        reasoning = thought
     reason = fields.get("finish_reason")
     try:
         return [
@@ -75,15 +80,16 @@ def _text_or_none(value: Any) -> str | None:
     return value if value is None or isinstance(value, str) else json.dumps(value)
 
 
-def _content(value: Any, role: str, strip_images: bool) -> str:
+def _content(value: Any, role: str, strip_images: bool) -> tuple[str, str]:
+    """The text of a message, and the reasoning that stands among its parts."""
     if value is None:
-        return ""
+        return "", ""
     if isinstance(value, str):
-        return value
+        return value, ""
     if isinstance(value, list) and all(isinstance(part, str) or _is_part(part) for part in value):
         return _join_parts(value, strip_images)
     if role == "tool":
-        return json.dumps(value, ensure_ascii=False)
+        return json.dumps(value, ensure_ascii=False), ""
     raise BadRow("bad_content")
 
 
@@ -91,39 +97,44 @@ def _is_part(value: Any) -> bool:
     return isinstance(value, dict) and ("type" in value or "text" in value)
 
 
-def _join_parts(parts: list[Any], strip_images: bool) -> str:
-    """Text parts joined by line breaks, as OpenAI-compatible servers join them for text-only models."""
-    texts = []
+def _join_parts(parts: list[Any], strip_images: bool) -> tuple[str, str]:
+    """Text parts joined by line breaks, as servers join them for text-only models, and the same of reasoning parts."""
+    texts: list[str] = []
+    thoughts: list[str] = []
     for part in parts:
         kind = "text" if isinstance(part, str) else part.get("type") or "text"
-        text = part if isinstance(part, str) else part.get("text")
+        text = part if isinstance(part, str) else _first(part, ("text", "thinking", "reasoning"))
+        if not isinstance(kind, str):
+            raise BadRow("bad_content")
         if kind in _IMAGE_PARTS or kind in _MEDIA_PARTS:
             if not strip_images:
                 raise BadRow("has_image" if kind in _IMAGE_PARTS else "has_media")
-        elif isinstance(text, str):
-            texts.append(text)
+        elif isinstance(text, str) and kind in _TEXT_PARTS | _REASONING_PARTS:
+            (thoughts if kind in _REASONING_PARTS else texts).append(text)
         else:
-            raise BadRow("unknown_content_part")
-    return "\n".join(texts)
+            raise BadRow(f"unknown_content_part: {kind[:40]}")
+    return "\n".join(texts), "\n".join(thoughts)
 
 
 def _reasoning(fields: dict[str, Any]) -> tuple[ReasoningField, str | None]:
     for name in get_args(ReasoningField):
-        if isinstance(fields.get(name), str):
+        if name in fields:
+            if not isinstance(fields[name], str):
+                raise BadRow("bad_reasoning")
             return name, fields[name]
     return "reasoning_content", None
 
 
 def _train_flag(fields: dict[str, Any], notes: list[str]) -> bool:
-    for key in ("weight", "train", "training", "loss"):
-        flag = fields.get(key)
-        if isinstance(flag, bool):
-            return flag
-        if isinstance(flag, int | float):
-            if flag not in (0, 1):
-                notes.append("fractional_weight_taken_as_one")
-            return flag > 0
-    return True
+    key = next((key for key in _WEIGHT_KEYS if key in fields), "")
+    flag = fields.get(key, True)
+    if isinstance(flag, bool):
+        return flag
+    if not isinstance(flag, int | float) or not flag >= 0:
+        raise BadRow(f"bad_{key}")
+    if flag not in (0, 1):
+        notes.append("fractional_weight_taken_as_one")
+    return flag > 0
 
 
 def _tool_calls(fields: dict[str, Any]) -> tuple[ToolCall, ...]:
@@ -178,11 +189,17 @@ def parse_tools(value: Any) -> tuple[dict[str, Any], ...]:
         return ()
     if isinstance(value, dict):
         value = [value]
-    if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+    if not isinstance(value, list):
         raise BadRow("bad_tools")
-    return tuple(
-        _without_nulls(tool if "function" in tool else {"type": "function", "function": tool}) for tool in value
-    )
+    return tuple(_tool(tool) for tool in value)
+
+
+def _tool(value: Any) -> dict[str, Any]:
+    tool = value if isinstance(value, dict) and "function" in value else {"type": "function", "function": value}
+    if not isinstance(tool["function"], dict) or not isinstance(tool["function"].get("name"), str):
+        raise BadRow("bad_tools")
+    cleaned: dict[str, Any] = _without_nulls(tool)
+    return cleaned
 
 
 def _without_nulls(value: Any) -> Any:

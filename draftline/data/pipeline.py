@@ -27,8 +27,8 @@ from draftline.data.writer import SEEN_ANSWERS, SEEN_ROWS, DatasetWriter
 
 _CHUNK_ROWS = 512
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
-_REFUSAL_REASONS = 20
-"""Distinct messages of a template that are counted apart; further ones are counted together."""
+_QUOTING_REASONS = 20
+"""Distinct messages of a template, a server, or role names that are counted apart; further ones together."""
 
 Progress = Callable[[int, int | None, int, int], None]
 """Called with bytes read, all bytes (None if unknown), rows read and tokens written."""
@@ -57,7 +57,7 @@ class PrepareOptions:
         deduplicate: drop rows that are equal to an earlier one.
         heldout: number of prompts whose rows go to `OUT/heldout` instead of training.
         min_supervised: fewest supervised tokens of a sample.
-        split: split of Hugging Face data sets.
+        split: split of Hugging Face data sets; None: train.
         strict: fail if any row is dropped.
         max_unreadable: largest share of rows that may be unreadable.
     """
@@ -70,7 +70,7 @@ class PrepareOptions:
     deduplicate: bool = True
     heldout: int = 0
     min_supervised: int = 1
-    split: str = "train"
+    split: str | None = None
     strict: bool = False
     max_unreadable: float = 0.01
 
@@ -140,7 +140,7 @@ class Preparation:
             if isinstance(result, RenderedConversation):
                 result = self._cut(result)
             if isinstance(result, Unusable):
-                self.accounting.dropped.add(result.reason, item.raw.line, item.raw.source)
+                self.accounting.dropped.add(self._bounded(result.reason), item.raw.line, item.raw.source)
             else:
                 self._keep(item, result)
 
@@ -155,6 +155,8 @@ class Preparation:
         if known and self.options.deduplicate:
             return _Item(raw, Unusable("duplicate"))
         parsed = parse_row(raw.value, strip_images=self.options.strip_images)
+        if isinstance(parsed, Chat) and not self.template.tokenizer.chat_template:
+            parsed = Unusable("no_chat_template")
         if isinstance(parsed, Chat):
             parsed = settle_roles(self.template, parsed)
         if isinstance(parsed, Chat):
@@ -176,7 +178,7 @@ class Preparation:
 
     def _check_answered(self, answered: Conversation | Unusable, notes: tuple[str, ...]) -> Chat | Unusable:
         if isinstance(answered, Unusable):
-            return Unusable(self._refusal_reason(answered.reason))
+            return answered
         return check_answers(Chat(answered, notes), answered_later=False)
 
     def _render(
@@ -185,20 +187,22 @@ class Preparation:
         if isinstance(parsed, Unusable):
             return parsed
         if isinstance(parsed, TokenRow):
-            return check_tokens(parsed, len(self.template.tokenizer))
+            return check_tokens(parsed, len(self.template.tokenizer), self.options.mask)
         if isinstance(parsed, FormattedText):
             return render_text(self.template, parsed, self.options.mask)
         result = next(rendered)
         if isinstance(result, RenderedConversation):
             return result
         self.first_refusal = self.first_refusal or result.detail
-        return Unusable(self._refusal_reason(result.reason))
+        return Unusable(result.reason)
 
-    def _refusal_reason(self, message: str) -> str:
+    def _bounded(self, message: str) -> str:
+        """A reason of the report; of those that quote something, only some of a kind are told apart."""
         reason = message[:160]
+        kind, quotes, _ = reason.partition(":")
         known = self.accounting.dropped.reasons
-        full = sum(name.startswith("template_refused") for name in known) >= _REFUSAL_REASONS
-        return "template_refused" if full and reason.startswith("template_refused") and reason not in known else reason
+        full = bool(quotes) and sum(name.startswith(f"{kind}:") for name in known) >= _QUOTING_REASONS
+        return kind if full and reason not in known else reason
 
     def _cut(self, result: RenderedConversation) -> RenderedConversation | Unusable:
         """Cut to `max_length`; the supervised tokens are counted after that."""

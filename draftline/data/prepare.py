@@ -13,10 +13,10 @@ from transformers import PreTrainedTokenizerBase
 from draftline.data.cache import dataset_key, tokenizer_hash
 from draftline.data.dataset import TOKENIZER_KEY, PreparedDataset
 from draftline.data.pipeline import Answerer, Preparation, PrepareOptions, Progress
-from draftline.data.readers import resolve_sources
+from draftline.data.readers import is_dataset, resolve_sources
 from draftline.data.report import refuse_bad_data
-from draftline.data.writer import DatasetWriter, discard_partial, is_own_folder
-from draftline.errors import DataError, Interrupted, TemplateError
+from draftline.data.writer import PARTIAL, DatasetWriter, discard_partial, is_own_folder
+from draftline.errors import DataError, Interrupted, StorageError, TemplateError
 from draftline.storage import storage_errors
 
 
@@ -39,6 +39,8 @@ def prepare(
         Interrupted: Ctrl-C; what was done is kept.
     """
     sources = resolve_sources(data)
+    if options.split is not None and not any(is_dataset(source) for source in sources):
+        raise DataError(f"--split {options.split} is for Hugging Face data sets, and the data has none: leave it out")
     tokenizer_identity = tokenizer_hash(tokenizer)
     key = dataset_key(tokenizer_identity, sources, asdict(options), answerer.identity() if answerer else None)
     done = _finished_report(out, key)
@@ -57,6 +59,12 @@ def prepare(
     except DataError:
         discard_partial(out)
         raise
+    except StorageError as error:
+        if not (out / PARTIAL).exists():
+            raise
+        raise StorageError(
+            f"{error}; what is done is kept in {out / PARTIAL}, and the same command goes on from there"
+        ) from error
     return report
 
 

@@ -7,6 +7,7 @@ and the answer's is not supervised, because no target ever generates it there.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -116,7 +117,18 @@ def _to_tokens(
     notes = (
         [] if not lost else ["reasoning_not_rendered" if lost[-1] == spans[-1].turn else "earlier_reasoning_dropped"]
     )
-    return RenderedConversation(text, ids, mask, tuple(notes))
+    return RenderedConversation(text, ids, mask, (*notes, *_left_out(text, messages)))
+
+
+def _left_out(text: str, messages: Sequence[Message]) -> list[str]:
+    """Notes on what the template does not show: the target would never have said what follows without it."""
+    notes = []
+    if any(message.role == "system" and message.content.strip() not in text for message in messages):
+        notes.append("system_not_rendered")
+    called = Counter(call.function.name for message in messages for call in message.tool_calls)
+    if any(text.count(name) < times for name, times in called.items()):
+        notes.append("tool_call_not_rendered")
+    return notes
 
 
 def _supervised_ranges(

@@ -13,6 +13,23 @@ from draftline.errors import DataError
 # Reasons that mean that a row could not even be read.
 UNREADABLE = frozenset({"not_json", "not_utf8", "not_an_object", "damaged_file", "nul_character", "lone_surrogate"})
 
+_MENDS = {
+    "no_assistant": "add --regenerate",
+    "all_supervision_truncated": "raise --max-length, or cut the other side with --truncation left",
+    "too_few_supervised_tokens": "lower --min-supervised",
+    "has_image": "add --strip-images to train on the text alone",
+    "has_media": "add --strip-images to train on the text alone",
+    "no_answer_markers_in_text": "the text shows no answer as this target's template writes it; "
+    "learn all text with --supervise all",
+    "no_loss_mask": "add a loss_mask to the rows, or learn all tokens with --supervise all",
+    "no_chat_template": "use the target's instruction-tuned version, or put a chat_template.jinja into its folder",
+    "not_utf8": "write the file as UTF-8",
+    "nul_character": "if the file is UTF-16 or UTF-32, write it as UTF-8",
+    "not_json": "give JSON, one object a line",
+    "damaged_file": "get the file again",
+}
+"""What to do where no row is left, by the commonest reason."""
+
 _LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 _SCRIPTS = {
@@ -129,8 +146,16 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
     if accounting.rows_in == 0:
         raise DataError("the data holds no row: give a file with at least one conversation")
     if accounting.rows_out == 0:
-        mend = "add --regenerate" if "no_assistant" in accounting.dropped.reasons else "mend these lines"
+        reasons = accounting.dropped.reasons
+        most = max(reasons, key=lambda reason: reasons[reason]["count"])
+        mend = _MENDS.get(most.partition(":")[0], "mend these lines")
         raise DataError(f"none of {accounting.rows_in} rows can be used ({counts}): {mend}")
+    damaged = accounting.dropped.reasons.get("damaged_file")
+    if damaged is not None and max_unreadable < 1:
+        raise DataError(
+            f"{damaged['first_file']} is damaged from line {damaged['first_line']} on, and how many rows that loses "
+            "cannot be told: get it again, or go on without them with --max-unreadable 1"
+        )
     if strict and accounting.dropped.total:
         raise DataError(
             f"{accounting.dropped.total} of {accounting.rows_in} rows are dropped ({counts}); "

@@ -44,10 +44,10 @@ class FormattedText:
 
 @dataclass(frozen=True)
 class TokenRow:
-    """Token ids and their mask, as the row has them; not checked yet."""
+    """Token ids and their mask, as the row has them; not checked yet. The mask is None where the row has none."""
 
     input_ids: list[Any]
-    loss_mask: list[Any]
+    loss_mask: list[Any] | None
 
 
 @dataclass(frozen=True)

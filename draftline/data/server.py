@@ -13,17 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from pydantic import ValidationError
 
 from draftline.data.answers import Answer, AnswerStore, answer_key
 from draftline.data.conversations import Conversation, dump_arguments
 from draftline.data.dialogue import Dialogue
-from draftline.data.endpoint import Endpoint, describe_failure
+from draftline.data.endpoint import Endpoint, describe_failure, server_message
 from draftline.data.messages import BadRow, parse_call
 from draftline.data.rows import Unusable
 from draftline.errors import ServerError
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_REFUSED = frozenset({400, 413, 422})
+"""Said about one conversation: too long, roles or tools that the server does not take."""
+_REFUSALS_AT_FIRST = 20
+_ENDED = frozenset({"stop", "tool_calls", "function_call"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
 
 
@@ -79,7 +82,8 @@ class ServerAnswers:
     def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
         """The conversations with the target's own answers, in the order given.
 
-        Raises `ServerError` when a request keeps failing; everything answered by then is stored.
+        A conversation that the server does not take, or fails on, is `Unusable` with its reason. Raises
+        `ServerError` when the server itself keeps failing; everything answered by then is stored.
         """
         return asyncio.run(self._answer_all(conversations))
 
@@ -95,9 +99,15 @@ class ServerAnswers:
 
         async def converse(dialogue: Dialogue) -> None:
             while not dialogue.done:
-                dialogue.add(await self._answer(client, slots, dialogue.prompt()))
+                try:
+                    dialogue.add(await self._answer(client, slots, dialogue.prompt()))
+                except _Unanswerable as unanswerable:
+                    refused.append(unanswerable.reason)
+                    dialogue.drop(unanswerable.reason)
+                    self._check_refusals(refused)
                 report()
 
+        refused: list[str] = []
         async with settings.endpoint.client(settings.concurrency) as client:
             try:
                 async with asyncio.TaskGroup() as group:
@@ -114,9 +124,17 @@ class ServerAnswers:
         if known is not None:
             return known
         async with slots:
-            answer = _read_reply(await self._post(client, request), key)
+            answer = await self._ask(client, request, key)
         self.store.add(answer)
         return answer
+
+    def _check_refusals(self, refused: Sequence[str]) -> None:
+        """A server that takes no conversation at all is set up wrongly; this is not the conversations' fault."""
+        if len(refused) >= _REFUSALS_AT_FIRST and not len(self.store):
+            raise ServerError(
+                f"the server at {self.settings.endpoint.url} took none of the first {len(refused)} conversations "
+                f"({refused[-1]}); check --model and the server's settings"
+            )
 
     def _request(self, prompt: Conversation) -> dict[str, Any]:
         settings = self.settings
@@ -133,9 +151,15 @@ class ServerAnswers:
             request["tools"] = list(prompt.tools)
         return request
 
-    async def _post(self, client: httpx.AsyncClient, request: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, client: httpx.AsyncClient, request: dict[str, Any], key: str) -> Answer:
+        """The answer to one request, which is repeated where that may help.
+
+        Raises `_Unanswerable` where only this conversation is at fault: the server says so, or fails on it each time
+        while it answers others. Raises `ServerError` where the server is.
+        """
         url = f"{self.settings.endpoint.url}/chat/completions"
-        pause, reason = self.first_pause_s, ""
+        pause, answered_before = self.first_pause_s, len(self.store)
+        fault = _Fault("")
         for attempt in range(self.settings.retries + 1):
             if attempt:
                 # Spread over half the pause, so that many requests that failed together do not come back together.
@@ -143,22 +167,50 @@ class ServerAnswers:
                 pause = min(2 * pause, _LONGEST_PAUSE)
             try:
                 reply = await client.post(url, json=request)
-            except (httpx.TransportError, httpx.InvalidURL) as error:
-                reason = describe_failure(error)
+            except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
+                fault = _Fault(str(error))
+                break
+            except httpx.RequestError as error:
+                connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
+                fault = _Fault(describe_failure(error), by_conversation=connected)
                 continue
             if reply.status_code == 200:
                 try:
-                    return dict(reply.json())
-                except (ValueError, TypeError):
-                    reason = "the reply is no JSON object"
+                    return _read_reply(reply, key)
+                except _Unreadable as unreadable:
+                    fault = _Fault(str(unreadable), by_conversation=True)
                     continue
-            reason = describe_failure(reply)
+            fault = _Fault(describe_failure(reply), by_conversation=reply.status_code == 500)
+            if reply.status_code in _REFUSED:
+                raise _Unanswerable(f"server_refused: {server_message(reply)}")
             if reply.status_code not in _RETRIED:
                 break
+        if fault.by_conversation and len(self.store) > answered_before:
+            raise _Unanswerable(f"server_failed: {fault.reason}")
         raise ServerError(
-            f"the server at {self.settings.endpoint.url} did not answer ({reason}); "
+            f"the server at {self.settings.endpoint.url} did not answer ({fault.reason}); "
             "check it and run the same command again: stored answers are kept"
         )
+
+
+class _Unanswerable(Exception):
+    """The server does not answer one conversation; `reason` is its name in the report."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Unreadable(Exception):
+    """A reply is no chat completion."""
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """Why a request failed, and whether its conversation alone may be the cause."""
+
+    reason: str
+    by_conversation: bool = False
 
 
 def _as_openai(message: dict[str, Any]) -> dict[str, Any]:
@@ -173,22 +225,26 @@ def _as_openai(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _read_reply(reply: dict[str, Any], key: str) -> Answer:
-    """The answer in a chat completion. Servers name reasoning `reasoning_content` or `reasoning`."""
+def _read_reply(reply: httpx.Response, key: str) -> Answer:
+    """The answer in a chat completion. Servers name reasoning `reasoning_content` or `reasoning`.
+
+    An answer counts as ended only if the server says that the target ended it: one that was aborted or filtered is
+    cut like one that ran into the limit.
+    """
     try:
-        choice = reply["choices"][0]
+        choice = reply.json()["choices"][0]
         message = choice["message"]
         calls = tuple(parse_call(call) for call in message.get("tool_calls") or ())
-        reason = choice.get("finish_reason")
+        ended = choice.get("finish_reason") in _ENDED
         return Answer(
             key=key,
             content=message.get("content") or "",
             reasoning_content=message.get("reasoning_content") or message.get("reasoning"),
             tool_calls=calls,
-            finish_reason="length" if reason == "length" else "tool_calls" if calls else "stop",
+            finish_reason="length" if not ended else "tool_calls" if calls else "stop",
         )
-    except (LookupError, TypeError, AttributeError, ValidationError, BadRow) as error:
-        raise ServerError(
-            f"the server's reply is no chat completion ({type(error).__name__}: {str(reply)[:200]}); "
-            "check --base-url, which ends in /v1 on most servers"
+    except (LookupError, TypeError, AttributeError, ValueError, BadRow) as error:
+        said = " ".join(reply.text.split())[:200]
+        raise _Unreadable(
+            f"the reply is no chat completion: {said!r}; --base-url ends in /v1 on most servers"
         ) from error

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
-from draftline.data.conversations import Conversation, Message
+from draftline.data.conversations import Conversation, Message, ReasoningField
 from draftline.data.messages import BadRow, parse_message, parse_tools
 from draftline.data.rows import Chat, FormattedText, ParsedRow, TokenRow, Unusable
 
 CHAT_KEYS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 _PAIRS = (
     ("prompt", ("completion", "response", "chosen", "output")),
+    ("question", ("response", "output", "completion")),
     ("query", ("response", "answer")),
     ("input", ("output",)),
 )
+_REASONING_KEYS = frozenset(get_args(ReasoningField))
+_IMAGE_KEYS, _MEDIA_KEYS = ("image", "images"), ("video", "videos", "audio", "audios")
 _PROMPT_KEYS = ("prompt", "question", "instruction", "query", "problem")
 _TEMPLATE_ARGUMENTS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
@@ -45,6 +48,9 @@ def _parse(value: Any, strip_images: bool) -> ParsedRow:
     row = {key: item for key, item in value.items() if item is not None}
     if "input_ids" in row:
         return _token_row(row)
+    for reason, keys in (("has_image", _IMAGE_KEYS), ("has_media", _MEDIA_KEYS)):
+        if not strip_images and any(row.get(key) for key in keys):
+            raise BadRow(reason)
     notes: list[str] = []
     messages = _find_messages(row, notes, strip_images)
     if messages is None:
@@ -69,13 +75,13 @@ def _find_messages(row: dict[str, Any], notes: list[str], strip_images: bool) ->
     if "turns" in row:
         return _parse_turns(_as_list(row["turns"]), notes, strip_images)
     if "instruction" in row:
-        return _alpaca(row)
+        return _alpaca(row, notes, strip_images)
     for prompt_key, answer_keys in _PAIRS:
         answer_key = next((key for key in answer_keys if key in row), None)
         if prompt_key in row and answer_key is not None:
             notes.append("template_applied_to_pair")
             asked = _as_turns(row[prompt_key], "user", notes, strip_images)
-            answered = _as_turns(row[answer_key], "assistant", notes, strip_images)
+            answered = _as_turns(row[answer_key], "assistant", notes, strip_images, beside=row)
             # A preference row may repeat the prompt at the head of its chosen answer.
             return answered if asked and answered[: len(asked)] == asked else asked + answered
     for key in _PROMPT_KEYS:
@@ -94,22 +100,36 @@ def _parse_turns(values: list[Any], notes: list[str], strip_images: bool) -> lis
     return _parse_messages(values, notes, strip_images)
 
 
-def _as_turns(value: Any, role: str, notes: list[str], strip_images: bool) -> list[Message]:
-    """A text as one turn of this role, or a list of messages as it is."""
+def _as_turns(
+    value: Any, role: str, notes: list[str], strip_images: bool, *, beside: dict[str, Any] | None = None
+) -> list[Message]:
+    """A text as one turn, with reasoning that the row has `beside` it; or a list of messages as it is."""
     if isinstance(value, list):
         return _parse_messages(value, notes, strip_images)
     if not isinstance(value, str):
         raise BadRow("bad_content")
-    return [Message(role=role, content=value)]
+    thoughts = {key: text for key, text in (beside or {}).items() if key in _REASONING_KEYS and isinstance(text, str)}
+    return parse_message({"role": role, "content": value, **thoughts}, notes, strip_images=strip_images)
 
 
-def _alpaca(row: dict[str, Any]) -> list[Message]:
-    instruction, given = row["instruction"], row.get("input", "")
-    answer = next((row[key] for key in ("output", "response") if key in row), None)
-    if not isinstance(instruction, str) or not isinstance(given, str) or not isinstance(answer, str | None):
+def _alpaca(row: dict[str, Any], notes: list[str], strip_images: bool) -> list[Message]:
+    """Instruction and input (or context) as one question, behind the earlier turns that `history` has as pairs."""
+    instruction = row["instruction"]
+    given = row.get("input") or row.get("context") or ""
+    if not isinstance(instruction, str) or not isinstance(given, str):
         raise BadRow("bad_content")
-    asked = Message(role="user", content=f"{instruction}\n\n{given}" if given else instruction)
-    return [asked] if answer is None else [asked, Message(role="assistant", content=answer)]
+    earlier = row.get("history") or []
+    if not isinstance(earlier, list) or not all(isinstance(turns, list) and len(turns) == 2 for turns in earlier):
+        raise BadRow("bad_history")
+    messages = [
+        message
+        for turns in earlier
+        for role, text in zip(("user", "assistant"), turns, strict=True)
+        for message in _as_turns(text, role, notes, strip_images)
+    ]
+    messages.append(Message(role="user", content=f"{instruction}\n\n{given}" if given else instruction))
+    answer = next((row[key] for key in ("output", "response") if key in row), None)
+    return messages if answer is None else messages + _as_turns(answer, "assistant", notes, strip_images, beside=row)
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -162,6 +182,9 @@ def _token_row(row: dict[str, Any]) -> TokenRow | Unusable:
     for key in ("loss_mask", "assistant_masks", "completion_mask"):
         if isinstance(row.get(key), list):
             return TokenRow(ids, row[key])
-    if isinstance(row.get("labels"), list):
-        return TokenRow(ids, [int(label != -100) for label in row["labels"]])
-    return Unusable("no_loss_mask")
+    labels = row.get("labels")
+    if not isinstance(labels, list):
+        return TokenRow(ids, None)
+    if any(label not in (-100, token) for label, token in zip(labels, ids, strict=False)):
+        return Unusable("labels_differ_from_input_ids")
+    return TokenRow(ids, [int(label != -100) for label in labels])

@@ -36,9 +36,9 @@ _ROWS_BIN, _STATE = "rows.bin", "state.json"
 SEEN_ROWS, SEEN_ANSWERS = "seen_rows.bin", "seen_answers.bin"
 """Hashes that recognise a row, or an answer, that occurred before."""
 _FILES = (IDS_FILE, MASK_FILE, _ROWS_BIN, SEEN_ROWS, SEEN_ANSWERS)
-_PARTIAL, _HELDOUT, _FINISHED = "partial", "heldout", "finished"
+PARTIAL, _HELDOUT, _FINISHED = "partial", "heldout", "finished"
 _OWN_FILES = frozenset(
-    {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, _PARTIAL, _HELDOUT, ANSWERS_FILE, TOKENIZER_KEY}
+    {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, PARTIAL, _HELDOUT, ANSWERS_FILE, TOKENIZER_KEY}
 )
 
 
@@ -49,7 +49,7 @@ def is_own_folder(out: Path) -> bool:
 
 def discard_partial(out: Path) -> None:
     """Delete the unfinished data of `out`, and `out` itself if nothing else is in it."""
-    remove_folder(out / _PARTIAL)
+    remove_folder(out / PARTIAL)
     remove_leftovers(out)
     with suppress(OSError):  # not empty
         out.rmdir()
@@ -60,7 +60,7 @@ class DatasetWriter:
 
     def __init__(self, out: Path, key: str) -> None:
         """Begin, or go on where a run with the same `key` stopped; the state of that run is `self.state`."""
-        self.out, self.key, self._partial = out, key, out / _PARTIAL
+        self.out, self.key, self._partial = out, key, out / PARTIAL
         if out.exists() and not out.is_dir():
             raise DataError(f"{out} is a file; give a folder with --out")
         self._files: dict[str, BinaryIO] = {}

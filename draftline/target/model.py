@@ -142,8 +142,12 @@ def load_target(config: TargetConfig) -> Target:
     return build_target(config.name, model, tokenizer)
 
 
-def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
-    """Only the tokenizer of a target, with its chat template; the weights are not read.
+def load_tokenizer(config: TargetConfig, *, chat_template: bool = True) -> PreTrainedTokenizerBase:
+    """Only the tokenizer of a target; the weights are not read.
+
+    Args:
+        config: names the target.
+        chat_template: refuse a tokenizer without one; rows of formatted text or token ids need none.
 
     Raises:
         TargetError: it cannot be loaded, or there is none.
@@ -153,7 +157,8 @@ def load_tokenizer(config: TargetConfig) -> PreTrainedTokenizerBase:
         tokenizer = load_smollm2_tokenizer()
     else:
         tokenizer = _require_tokenizer(config.name, _load_tokenizer(config, *_locate(config.name)))
-    _require_chat_template(config.name, tokenizer)
+    if chat_template:
+        _require_chat_template(config.name, tokenizer)
     return tokenizer
 
 

@@ -15,7 +15,7 @@ def test_files_may_follow_one_option_or_several(tmp_path: Path, capsys: pytest.C
     assert run([*words, "--max-length", "4000", "--json", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["rows_in"], report["rows_out"], report["dropped"]) == (3, 3, {})
-    assert "max_length 4000 is lowered to 2048" in capsys.readouterr().err
+    assert "--max-length 4000 is lowered to 2048" in capsys.readouterr().err
     assert json.loads((tmp_path / "out" / "meta.json").read_text())["max_length"] == 2048
 
 
@@ -27,3 +27,24 @@ def test_unreadable_share_and_supervision_are_options(tmp_path: Path, capsys: py
     assert run([*words, "--max-unreadable", "0.5", "--supervise", "all"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == report["supervised_tokens"]
+
+
+def test_the_default_length_follows_the_target_without_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write(tmp_path / "a.jsonl", [row("a")])
+    assert run(["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]) == 0
+    assert "max-length" not in capsys.readouterr().err
+    assert json.loads((tmp_path / "out/meta.json").read_text())["max_length"] == 2048
+
+
+def test_wrong_words_are_said_in_plain_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write(tmp_path / "a.jsonl", [row("a")])
+    words = ["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]
+    for wrong in (["--max-length", "many"], ["--supervise", "some"], ["--heldout", "-1"], ["--split", "test"]):
+        assert run([*words, *wrong]) == 2
+        line = capsys.readouterr().err
+        assert line.count("\n") == 1
+        assert wrong[0] in line
+        assert "Value error" not in line
+        assert "Input should" not in line

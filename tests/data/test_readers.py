@@ -1,6 +1,8 @@
+import bz2
 import gzip
 import io
 import json
+import lzma
 import sys
 from pathlib import Path
 
@@ -35,6 +37,9 @@ MANY = "".join(json.dumps({"text": f"{n * n} {n % 7}"}) + "\n" for n in range(20
         ("utf16.jsonl", LINES.encode("utf-16")),
         ("packed.jsonl.gz", gzip.compress(LINES.encode(), mtime=0)),
         ("packed.jsonl.zst", zstd(LINES.encode())),
+        ("packed.jsonl.bz2", bz2.compress(LINES.encode())),
+        ("packed.jsonl.xz", lzma.compress(LINES.encode())),
+        ("two_members.jsonl.gz", b"".join(gzip.compress(line.encode()) for line in LINES.splitlines(keepends=True))),
         ("array.json", json.dumps(ROWS, indent=2).encode()),
         ("array_line.json", json.dumps(ROWS).encode()),
         ("array_rows.json", ("[\n" + ",\n".join(map(json.dumps, ROWS)) + "\n]\n").encode()),
@@ -59,8 +64,36 @@ def test_folder_pattern_and_standard_input(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "notes.md").write_text("no data")
     assert values(tmp_path) == ROWS * 2
     assert values(tmp_path / "*.jsonl") == ROWS * 2
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LINES.encode())))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(LINES.encode()))))
     assert values("-") == ROWS
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BufferedReader(io.BytesIO(gzip.compress(LINES.encode())))))
+    assert values("-") == ROWS
+
+
+def test_splits_of_a_saved_dataset(tmp_path: Path) -> None:
+    parts = {name: datasets.Dataset.from_list(rows) for name, rows in (("train", ROWS), ("test", ROWS[:1]))}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "saved")
+    saved = resolve_sources([str(tmp_path / "saved")])
+    assert saved == [tmp_path / "saved"]
+    assert [row.value for row in read_rows(saved)] == ROWS
+    assert [row.value for row in read_rows(saved, "test")] == ROWS[:1]
+    with pytest.raises(DataError, match="has the splits train, test: name one with --split"):
+        list(read_rows(saved, "dev"))
+
+
+def test_files_in_a_folder_that_are_no_data(tmp_path: Path) -> None:
+    for name in ("rows.jsonl", "._rows.jsonl", ".cache/old.jsonl", "dataset_infos.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(LINES, encoding="utf-8")
+    assert resolve_sources([str(tmp_path)]) == [tmp_path / "rows.jsonl"]
+
+
+def test_a_folder_with_several_splits_is_not_mixed(tmp_path: Path) -> None:
+    for name in ("train-00000-of-00001.jsonl", "test-00000-of-00001.jsonl"):
+        (tmp_path / name).write_text(LINES, encoding="utf-8")
+    with pytest.raises(DataError, match="holds the splits test, train: name the files of one"):
+        resolve_sources([str(tmp_path)])
+    assert values(tmp_path / "train*") == ROWS
 
 
 def test_list_of_messages_is_one_row(tmp_path: Path) -> None:
@@ -81,13 +114,28 @@ def test_faults_are_rows_with_their_line(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("cut", [gzip.compress(MANY, mtime=0)[:-9000], zstd(MANY)[:-9000]])
+@pytest.mark.parametrize(
+    "cut",
+    [gzip.compress(MANY, mtime=0)[:-9000], gzip.compress(MANY)[:-8] + b"wrongsum", zstd(MANY)[:-9000]],
+)
 def test_damaged_archive_keeps_what_was_read(tmp_path: Path, cut: bytes) -> None:
     (tmp_path / "cut").write_bytes(cut)
     rows = list(read_rows([tmp_path / "cut"]))
     assert len(rows) > 1000
-    assert rows[-1].fault is not None
-    assert all(row.fault is None for row in rows[:-2])
+    assert (rows[-1].fault, rows[-1].line) == ("damaged_file", rows[-2].line + 1)
+    assert all(row.fault is None for row in rows[:-1])
+
+
+def test_damage_behind_the_last_row_costs_no_row(tmp_path: Path) -> None:
+    (tmp_path / "rows").write_bytes(gzip.compress(MANY) + b"garbage")
+    assert [row.fault for row in read_rows([tmp_path / "rows"])] == [None] * 20_000 + ["damaged_file"]
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.zip", "data.arrow"])
+def test_files_of_other_kinds_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("a,b")
+    with pytest.raises(DataError, match="files are not read; write it as JSONL"):
+        resolve_sources([str(tmp_path / name)])
 
 
 def test_array_with_a_fault_keeps_the_elements_before(tmp_path: Path) -> None:

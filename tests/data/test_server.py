@@ -10,6 +10,7 @@ import pytest
 from draftline.data.answers import AnswerStore
 from draftline.data.conversations import Conversation, Message
 from draftline.data.endpoint import Endpoint
+from draftline.data.rows import Unusable
 from draftline.data.server import ServerAnswers, ServerSettings
 from draftline.errors import ServerError
 
@@ -22,6 +23,8 @@ class ChatServer:
         self.keys: set[str | None] = set()
         self.failures: list[int] = []
         self.reply: dict[str, Any] | None = None
+        self.status_by_text: dict[str, int] = {}
+        self.broken_text = ""
         self.at_once = self.most_at_once = 0
         self._lock = threading.Lock()
         self._gate = threading.Event()
@@ -51,10 +54,13 @@ class ChatServer:
             self.at_once += 1
             self.most_at_once = max(self.most_at_once, self.at_once)
             status = self.failures.pop() if self.failures else 200
+            asked = request["messages"][-1]["content"]
+            status = self.status_by_text.get(asked, status)
         threading.Event().wait(0.01)
         content = f"{len(request['messages'])}: {request['messages'][-1]['content']}"
         choice = self.reply or {"message": {"content": content}, "finish_reason": "stop"}
-        body = json.dumps({"choices": [choice]} if status == 200 else {"error": "busy"}).encode()
+        body = json.dumps({"choices": [choice]} if status == 200 else {"error": {"message": "not this one"}}).encode()
+        body = body[: len(body) // 2] if asked == self.broken_text else body
         with self._lock:
             self.at_once -= 1
         handler.send_response(status)
@@ -79,7 +85,7 @@ def prompts(*texts: str) -> Conversation:
     return Conversation(messages=tuple(Message(role="user", content=text) for text in texts))
 
 
-def ask(server: ChatServer, path: Path, conversations: list[Conversation], **settings: Any) -> list[Conversation]:
+def ask(server: ChatServer, path: Path, conversations: list[Conversation], **settings: Any) -> list[Any]:
     with AnswerStore(path / "answers.jsonl") as store:
         answerer = ServerAnswers(store, ServerSettings(Endpoint(server.url), "m", **settings), first_pause_s=0.01)
         return answerer(conversations)
@@ -168,7 +174,61 @@ def test_calls_go_back_as_json_text(server: ChatServer, tmp_path: Path) -> None:
     assert server.requests[1]["messages"][1]["tool_calls"][0]["function"] == {"name": "f", "arguments": '{"a": 1}'}
 
 
+@pytest.mark.parametrize("status", [400, 413, 422])
+def test_a_conversation_that_the_server_refuses_is_dropped_alone(
+    server: ChatServer, tmp_path: Path, status: int
+) -> None:
+    server.status_by_text = {"b": status}
+    answered = ask(server, tmp_path, [prompts("a"), prompts("b"), prompts("c")])
+    assert answered[1] == Unusable("server_refused: not this one")
+    assert [chat.messages[-1].content for chat in answered[::2]] == ["1: a", "1: c"]
+    assert len(server.requests) == 3  # asked once
+
+
+@pytest.mark.parametrize("way", ["status", "truncated"])
+def test_a_conversation_that_the_server_fails_on_is_dropped_while_it_answers_others(
+    server: ChatServer, tmp_path: Path, way: str
+) -> None:
+    if way == "status":
+        server.status_by_text = {"b": 500}
+    else:
+        server.broken_text = "b"
+    answered = ask(server, tmp_path, [prompts("a"), prompts("b")], retries=2)
+    assert isinstance(answered[1], Unusable)
+    assert answered[1].reason.startswith("server_failed: ")
+    assert len(server.requests) == 1 + 3
+    with pytest.raises(ServerError):  # nothing but failures: the server is at fault
+        ask(server, tmp_path, [prompts("b")], retries=1)
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refusal_of_everyone_ends_at_once(server: ChatServer, tmp_path: Path, status: int) -> None:
+    server.status_by_text = {"a": status}
+    with pytest.raises(ServerError, match=f"status {status}: not this one"):
+        ask(server, tmp_path, [prompts("a")])
+    assert len(server.requests) == 1
+
+
+def test_a_server_that_refuses_all_conversations_is_not_asked_for_each(server: ChatServer, tmp_path: Path) -> None:
+    asked = [prompts(str(n)) for n in range(60)]
+    server.status_by_text = {str(n): 400 for n in range(60)}
+    with pytest.raises(ServerError, match=r"took none of the first 20 conversations.*check --model"):
+        ask(server, tmp_path, asked, concurrency=2)
+    assert len(server.requests) < 30
+
+
+@pytest.mark.parametrize(
+    ("said", "kept"),
+    [("stop", "stop"), ("length", "length"), ("abort", "length"), ("content_filter", "length"), (None, "length")],
+)
+def test_only_an_answer_that_the_target_ended_has_an_end(
+    server: ChatServer, tmp_path: Path, said: str | None, kept: str
+) -> None:
+    server.reply = {"message": {"content": "yes"}, "finish_reason": said}
+    assert ask(server, tmp_path, [prompts("a")])[0].messages[-1].finish_reason == kept
+
+
 def test_a_reply_that_is_no_completion(server: ChatServer, tmp_path: Path) -> None:
     server.reply = {"text": "completion of another interface"}
     with pytest.raises(ServerError, match="no chat completion"):
-        ask(server, tmp_path, [prompts("a")])
+        ask(server, tmp_path, [prompts("a")], retries=1)

@@ -32,6 +32,7 @@ def said(row: object) -> list[tuple[str, str]]:
         [USER, ANSWER],
         {"prompt": "hi", "completion": "yo"},
         {"prompt": "hi", "response": "yo"},
+        {"question": "hi", "response": "yo"},
         {"prompt": [USER], "completion": [ANSWER]},
         {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER]},
         {"instruction": "hi", "input": "", "output": "yo"},
@@ -48,6 +49,37 @@ def test_preference_row_does_not_repeat_its_prompt() -> None:
 
 def test_alpaca_joins_instruction_and_input() -> None:
     assert said({"instruction": "Add", "input": "1 2", "output": "3"}) == [("user", "Add\n\n1 2"), ("assistant", "3")]
+
+
+def test_alpaca_shows_its_context_and_its_history() -> None:
+    row = {"instruction": "Add", "context": "1 2", "response": "3", "history": [["hi", "yo"]]}
+    assert said(row) == [*HI_YO, ("user", "Add\n\n1 2"), ("assistant", "3")]
+    assert parse_row({**row, "history": ["hi"]}) == Unusable("bad_history")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "hi", "completion": "yo", "reasoning": "why"},
+        {"instruction": "hi", "output": "yo", "thinking": "why"},
+        {"messages": [USER, {**ANSWER, "reasoning_content": "why"}]},
+        {"messages": [USER, {**ANSWER, "content": [{"type": "thinking", "thinking": "why"}, "yo"]}]},
+        {"messages": [USER, {**ANSWER, "content": [{"type": "reasoning", "text": "why"}, "yo"]}]},
+    ],
+)
+def test_reasoning_is_kept_apart_wherever_the_row_has_it(row: object) -> None:
+    parsed = parse_row(row)
+    assert isinstance(parsed, Chat)
+    answer = parsed.conversation.messages[-1]
+    assert (answer.content, answer.reasoning_content) == ("yo", "why")
+
+
+@pytest.mark.parametrize(("key", "reason"), [("image", "has_image"), ("images", "has_image"), ("audio", "has_media")])
+def test_media_beside_the_messages(key: str, reason: str) -> None:
+    row = {"messages": [USER, ANSWER], key: ["a.png"]}
+    assert parse_row(row) == Unusable(reason)
+    assert isinstance(parse_row(row, strip_images=True), Chat)
+    assert isinstance(parse_row({**row, key: []}), Chat)
 
 
 @pytest.mark.parametrize(
@@ -121,12 +153,18 @@ def test_train_flags(flag: dict[str, object], train: bool) -> None:
         ({"messages": [{"role": "user", "content": 3}]}, "bad_content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "has_image"),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "has_media"),
-        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "unknown_content_part"),
+        ({"messages": [{"role": "user", "content": [{"type": "sound"}]}]}, "unknown_content_part: sound"),
         ({"messages": [USER, {**ANSWER, "tool_calls": [{"function": {}}]}]}, "bad_tool_calls"),
         ({"messages": [USER, ANSWER], "tools": "[not json"}, "bad_tools"),
+        ({"messages": [USER, ANSWER], "tools": [{"type": "function", "function": {}}]}, "bad_tools"),
+        ({"messages": [USER, {**ANSWER, "weight": "0"}]}, "bad_weight"),
+        ({"messages": [USER, {**ANSWER, "weight": -1}]}, "bad_weight"),
+        ({"messages": [USER, {**ANSWER, "loss_weight": float("nan")}]}, "bad_loss_weight"),
+        ({"messages": [USER, {**ANSWER, "train": "false"}]}, "bad_train"),
+        ({"messages": [USER, {**ANSWER, "reasoning_content": ["why"]}]}, "bad_reasoning"),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tokenize": 1}}, "bad_chat_template_kwargs"),
         ({"messages": [USER, {**ANSWER, "content": "a\0b"}]}, "nul_character"),
-        ({"input_ids": [1, 2]}, "no_loss_mask"),
+        ({"input_ids": [1, 2], "labels": [-100, 3]}, "labels_differ_from_input_ids"),
         ({"input_ids": "1 2", "loss_mask": [1, 1]}, "bad_input_ids"),
         ({"prompt": 3, "completion": "A"}, "bad_content"),
     ],
