@@ -36,8 +36,8 @@ from torch import Tensor, nn
 from draftline.audit.folders import subject_of_run
 from draftline.audit.report import run_audit
 from draftline.compare import compare_groups
+from draftline.compare.curves import Estimate
 from draftline.config import RunConfig, load_run_config
-from draftline.curves import Estimate
 from draftline.data.dataset import PreparedDataset
 from draftline.data.regenerate import stop_token_ids
 from draftline.data.split import Conversations, RunData, choose_conversations

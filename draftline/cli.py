@@ -475,7 +475,7 @@ def compare(
     from rich.console import Console
 
     from draftline.compare import compare_groups, name_groups
-    from draftline.compare_view import as_page, as_pictures, as_text
+    from draftline.compare.view import as_page, as_pictures, as_text
 
     groups = name_groups(runs or [], a or [], b or [])
     comparison = compare_groups(groups, metric=metric or (), margin=margin, lower_is_better=lower_is_better)

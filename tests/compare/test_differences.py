@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from draftline.compare import compare_groups
-from draftline.comparison import Comparison
+from draftline.compare.comparison import Comparison
 from draftline.errors import DataError
-from tests.synthetic_runs import STEPS, heldout_records, write_csv, write_run
+from tests.compare.synthetic_runs import STEPS, heldout_records, write_csv, write_run
 
 CURVE = 0.3 * (1 - np.exp(-STEPS / 300))
 

@@ -27,7 +27,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.special import stdtrit
 
-from draftline.trajectory import Axis, FloatArray, Series
+from draftline.compare.trajectory import Axis, FloatArray, Series
 
 POINTS = 25
 """Most points of a curve."""

@@ -10,9 +10,9 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 from draftline.compare import compare_groups
+from draftline.compare.trajectory import read_trajectory
 from draftline.errors import DataError
-from draftline.trajectory import read_trajectory
-from tests.synthetic_runs import STEPS, heldout_records, write_run
+from tests.compare.synthetic_runs import STEPS, heldout_records, write_run
 
 ACCURACY = STEPS / 2000
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from draftline.compare import compare_groups
-from draftline.comparison import Pair
+from draftline.compare.comparison import Pair
 from draftline.errors import ConfigError, DataError
-from tests.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
+from tests.compare.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
 
 SMOOTH = 0.3 * (1 - np.exp(-STEPS / 300))
 TWICE_AS_FAST = 0.3 * (1 - np.exp(-STEPS / 150))

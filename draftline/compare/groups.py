@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from draftline.comparison import (
+from draftline.compare.comparison import (
     AxisComparison,
     Bound,
     Comparison,
@@ -31,10 +31,10 @@ from draftline.comparison import (
     Speed,
     Verdict,
 )
-from draftline.curves import Curve, Estimate, Reach, ratio_of_places, ratio_of_reaches, ratio_of_values
-from draftline.differences import BLOCK_KEYS, TARGET_KEYS, Identities
+from draftline.compare.curves import Curve, Estimate, Reach, ratio_of_places, ratio_of_reaches, ratio_of_values
+from draftline.compare.differences import BLOCK_KEYS, TARGET_KEYS, Identities
+from draftline.compare.trajectory import AXES, Axis, Trajectory, own_name, read_trajectory
 from draftline.errors import ConfigError, DataError
-from draftline.trajectory import AXES, Axis, Trajectory, own_name, read_trajectory
 
 HELDOUT = ("heldout_accuracy", "heldout_streak", "heldout_teacher_forced_acceptance_length", "heldout_loss")
 TRAINING = ("accuracy", "streak", "loss")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from draftline.curves import POINTS, Curve, ratio_of_places, ratio_of_reaches, ratio_of_values
-from draftline.trajectory import Series
+from draftline.compare.curves import POINTS, Curve, ratio_of_places, ratio_of_reaches, ratio_of_values
+from draftline.compare.trajectory import Series
 
 STEPS = np.arange(10.0, 101.0, 10.0)
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from draftline.compare.trajectory import Trajectory
 from draftline.config import flatten
-from draftline.trajectory import Trajectory
 
 Area = Literal["configuration", "data", "target and drafter", "environment"]
 

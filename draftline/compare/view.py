@@ -14,14 +14,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from draftline.comparison import Comparison, Pair, SamePlace, Sooner
-from draftline.curves import Curve, Estimate
+from draftline.compare.comparison import Comparison, Pair, SamePlace, Sooner
+from draftline.compare.curves import Curve, Estimate
+from draftline.compare.trajectory import AXES, Axis, FloatArray
 from draftline.errors import DataError
 from draftline.page.axis import number
 from draftline.page.chart import Chart, hue
 from draftline.page.chart import Curve as Line
 from draftline.page.frame import render
-from draftline.trajectory import AXES, Axis, FloatArray
 
 SECTIONS = [
     ("curves", "Curves"),

@@ -13,7 +13,7 @@ import pytest
 from draftline import cli
 from draftline.compare import compare_groups, name_groups
 from draftline.errors import ConfigError
-from tests.synthetic_runs import heldout_records, learning_curve, write_csv, write_run
+from tests.compare.synthetic_runs import heldout_records, learning_curve, write_csv, write_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -143,7 +143,7 @@ def test_words_become_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_page_of_long_logs_stays_small(tmp_path: Path) -> None:
-    from draftline.compare_view import as_page
+    from draftline.compare.view import as_page
 
     rng = np.random.default_rng(9)
     steps = np.arange(1, 20_001)

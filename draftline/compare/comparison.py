@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from draftline.curves import Curve, Estimate
-from draftline.differences import Difference
+from draftline.compare.curves import Curve, Estimate
+from draftline.compare.differences import Difference
+from draftline.compare.trajectory import Axis
 from draftline.storage import without_nan
-from draftline.trajectory import Axis
 
 Verdict = Literal["better", "same", "worse"]
 
