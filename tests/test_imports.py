@@ -22,6 +22,8 @@ ALLOWED = {
     "train": BASE | {"draft", "transfer"},
     "evaluate": BASE | {"data", "target", "draft"},
     "export": BASE | {"data", "target", "draft", "train", "evaluate"},
+    "page": BASE,
+    "report": BASE | {"page", "data", "train", "evaluate"},
 }
 """Area -> areas it may import besides itself. Areas that are not listed may read anything, but see below."""
 

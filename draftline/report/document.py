@@ -57,7 +57,7 @@ def report_page(
     changed, settings = configuration(run)
     context = {
         "run": run,
-        "started": moment(run.now),
+        "made": moment(run.now),
         "written": moment(run.last_written),
         "cards": cards(run, decoded),
         "learning": curves.learning(run.metrics),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,11 @@ def test_a_run_without_metrics_and_identity_has_a_page(tmp_path: Path) -> None:
     html = (run / "report.html").read_text(encoding="utf-8")
     assert "metrics.jsonl is missing or empty" in html
     assert "The run has no run.json" in html
+
+
+def test_a_page_does_not_wait_for_torch() -> None:
+    code = "import draftline.report.watch, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def refused(words: list[str | Path], capsys: pytest.CaptureFixture[str]) -> str:
