@@ -46,6 +46,10 @@ ServerModel = Annotated[str | None, typer.Option("--model", help="The target's n
 ApiKeyEnv = Annotated[
     str | None, typer.Option("--api-key-env", help="Environment variable with the server's key; else OPENAI_API_KEY.")
 ]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="1 keeps all.")]
+TopK = Annotated[int, typer.Option(help="0 keeps all.")]
+Seed = Annotated[int, typer.Option(help="Of sampling.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.")]
 
 
@@ -312,14 +316,27 @@ def audit(
 @app.command()
 def evaluate(
     target: TargetName,
-    prompts: Annotated[list[Path], typer.Option("--prompts", help='JSONL, for example {"turns": ["..."]} per line.')],
+    prompts: Annotated[
+        list[Path] | None, typer.Option("--prompts", help='JSONL, {"turns": ["..."]} per line; may be repeated.')
+    ] = None,
+    task: Annotated[
+        list[str] | None, typer.Option("--task", help="gsm8k, mt-bench, ... from the hub, or gsm8k=FILE; repeatable.")
+    ] = None,
     draft: Annotated[Path | None, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")] = None,
     base_url: BaseUrl = None,
     concurrency: Annotated[str, typer.Option(help="With --base-url: requests at once, a level each: 1,4,16.")] = "1",
     model: ServerModel = None,
     api_key_env: ApiKeyEnv = None,
     max_new_tokens: MaxNewTokens = 256,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts.")] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts of each file.")] = None,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
+    system_prompt: Annotated[str | None, typer.Option(help="For prompts that have none of their own.")] = None,
+    template_option: Annotated[
+        list[str] | None, typer.Option(help="KEY=VALUE for the chat template: enable_thinking=false.")
+    ] = None,
     json_out: JsonOut = None,
     target_dtype: TargetDtype = "auto",
     device: Device = "auto",
@@ -333,24 +350,42 @@ def evaluate(
 
     from draftline.config import read_api_key
     from draftline.data.endpoint import Endpoint
+    from draftline.evaluate.sampling import Sampling
     from draftline.evaluate.server import ServerMeasurement
     from draftline.evaluate.server_result import server_table
+    from draftline.evaluate.settings import EvaluationSettings, parse_template_options
     from draftline.evaluate.table import result_table
-    from draftline.jobs import evaluate_at_server, evaluate_drafter, parse_concurrency
+    from draftline.jobs import (
+        evaluate_at_server,
+        evaluate_drafter,
+        parse_concurrency,
+        prompts_to_evaluate,
+        trained_mode,
+    )
 
     if (draft is None) == (base_url is None):
         raise ConfigError("give --draft to measure in process, or --base-url to measure a server: exactly one")
+    settings = EvaluationSettings(
+        max_new_tokens=max_new_tokens,
+        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
+        seed=seed,
+        template_options=parse_template_options(template_option or []),
+        system_prompt=system_prompt,
+    )
+    if base_url is not None:
+        settings.refuse_for_server()
+    asked = prompts_to_evaluate(prompts or [], task or [], limit)
     if base_url is not None:
         wanted = ServerMeasurement(model, max_new_tokens, parse_concurrency(concurrency))
         endpoint = Endpoint(base_url, read_api_key(api_key_env))
         target_config = _target_config(target, target_dtype, device, trust_remote_code)
-        measured = evaluate_at_server(endpoint, target_config, prompts, wanted, limit=limit)
+        measured = evaluate_at_server(endpoint, target_config, asked, wanted)
         Console().print(server_table(measured))
         _write_json(json_out, measured.to_json())
         return
     assert draft is not None
     live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
-    result = evaluate_drafter(live, drafter, prompts, limit=limit, max_new_tokens=max_new_tokens)
+    result = evaluate_drafter(live, drafter, asked, settings, trained_mode(draft))
     Console().print(result_table(result, str(draft)))
     _write_json(json_out, result.to_json())
 
@@ -361,10 +396,10 @@ def generate(
     draft: DraftFolder,
     prompt: Annotated[str, typer.Option("--prompt", help="What the user says; - reads standard input.")],
     max_new_tokens: MaxNewTokens = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="1 keeps all.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0 keeps all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    seed: Seed = 0,
     json_out: JsonOut = None,
     target_dtype: TargetDtype = "auto",
     device: Device = "auto",

@@ -16,12 +16,14 @@ from draftline.audit.report import AuditReport
 from draftline.config import DataConfig, RunConfig, TargetConfig, load_run_config
 from draftline.data.agreement import given_samples, measure_agreement
 from draftline.data.answers import AnswerStore
+from draftline.data.chat_mode import ChatMode
 from draftline.data.endpoint import Endpoint
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
-from draftline.data.prompts import read_prompts
+from draftline.data.prompts import Prompt, read_prompts
 from draftline.data.regenerate import GenerationSettings, TargetAnswers
 from draftline.data.server import ServerAnswers, ServerSettings
+from draftline.data.tasks import find_task, read_task
 from draftline.data.writer import ANSWERS_FILE
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine.cores import intra_op_threads
@@ -30,9 +32,11 @@ from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.result import EvaluationResult
 from draftline.evaluate.server import ServerMeasurement, evaluate_server
 from draftline.evaluate.server_result import ServerResult
+from draftline.evaluate.settings import EvaluationSettings
 from draftline.export.exporting import export_drafter
 from draftline.export.facts import Given
 from draftline.export.importing import load_drafter
+from draftline.export.mode import trained_mode
 from draftline.progress import counting, reading
 from draftline.recipes import find_recipe
 from draftline.recipes import quickstart as quickstart_recipe
@@ -165,31 +169,53 @@ def drafter_for(target: Target, folder: Path) -> DFlashDraftModel:
     return load_drafter(folder, target=target).draft_model.to(target.device)
 
 
-def evaluate_drafter(
-    target: Target, draft_model: DFlashDraftModel, prompts: Sequence[Path], *, limit: int | None, max_new_tokens: int
-) -> EvaluationResult:
-    """Measure a drafter on files of prompts, the first `limit` of them.
+def prompts_to_evaluate(files: Sequence[Path], tasks: Sequence[str], limit: int | None) -> list[Prompt]:
+    """The prompts of files and of task sets (`NAME` or `NAME=FILE`), the first `limit` of each.
 
     Raises:
-        DataError: a file cannot be read or has no prompt.
+        ConfigError: neither was given, or a task set is unknown.
+        DataError: a file or a set cannot be read or has no prompt.
+    """
+    if not files and not tasks:
+        raise ConfigError("nothing says what to ask: give --prompts FILE or --task NAME")
+    for word in tasks:
+        find_task(word)  # names are refused before anything is read
+    prompts = read_prompts([str(path) for path in files], limit) if files else []
+    for word in tasks:
+        prompts += read_task(word, limit)
+    return prompts
+
+
+def evaluate_drafter(
+    target: Target,
+    draft_model: DFlashDraftModel,
+    prompts: Sequence[Prompt],
+    settings: EvaluationSettings,
+    trained: ChatMode | None = None,
+) -> EvaluationResult:
+    """Measure a drafter on prompts; warnings go to stderr as well.
+
+    Raises:
+        DataError: a prompt does not fit.
         TargetError: the drafter was made for another target.
     """
-    conversations = read_prompts([str(path) for path in prompts])[:limit]
     with counting("turns") as on_turn:
-        return evaluate_prompts(target, draft_model, conversations, max_new_tokens=max_new_tokens, on_turn=on_turn)
+        result = evaluate_prompts(target, draft_model, prompts, settings, trained_mode=trained, on_turn=on_turn)
+    for warning in result.warnings:
+        _say(f"warning: {warning}")
+    return result
 
 
 def evaluate_at_server(
-    endpoint: Endpoint, target: TargetConfig, prompts: Sequence[Path], wanted: ServerMeasurement, *, limit: int | None
+    endpoint: Endpoint, target: TargetConfig, prompts: Sequence[Prompt], wanted: ServerMeasurement
 ) -> ServerResult:
-    """Measure a running server on files of prompts, the first `limit` of them; of the target, only the tokenizer.
+    """Measure a running server on prompts; of the target, only the tokenizer.
 
     Raises:
         ServerError: the server does not answer, is none of the known programs, or drafts nothing.
-        DataError: a file cannot be read or has no prompt.
         TargetError, TemplateError: the target has no tokenizer or chat template.
     """
-    conversations = [prompt.conversation for prompt in read_prompts([str(path) for path in prompts])[:limit]]
+    conversations = [prompt.conversation for prompt in prompts]
     tokenizer = load_tokenizer(target)
     with counting("turns") as on_turn:
         result = evaluate_server(endpoint, tokenizer, conversations, wanted, on_turn)
@@ -252,8 +278,9 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     export_drafter(source=out / "run", out=out / "drafter", target=target, dtype="float32")
 
     _say(f"5/5 measuring on held-out prompts: {out / 'evaluate.json'}")
-    drafter, prompts = drafter_for(target, out / "drafter"), [out / "heldout.jsonl"]
-    result = evaluate_drafter(target, drafter, prompts, limit=None, max_new_tokens=QUICKSTART_ANSWER_TOKENS)
+    drafter, prompts = drafter_for(target, out / "drafter"), read_prompts([str(out / "heldout.jsonl")])
+    settings = EvaluationSettings(QUICKSTART_ANSWER_TOKENS)
+    result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(out / "drafter"))
     write_text(out / "evaluate.json", json.dumps(result.to_json(), indent=2) + "\n")
     return trained, result
 

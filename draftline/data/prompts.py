@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from draftline.data.conversations import Conversation
 from draftline.data.readers import read_rows, resolve_sources
@@ -32,8 +33,10 @@ class Prompt:
         return f"{self.file} line {self.number}"
 
 
-def read_prompts(names: Sequence[str]) -> list[Prompt]:
+def read_prompts(names: Sequence[str], limit: int | None = None) -> list[Prompt]:
     """All conversations of files, folders or patterns, in order; answers that they carry stay in them.
+
+    With a `limit` only the first ones of each file are read.
 
     A prompt that cannot be used is an error and not a dropped row: an evaluation over fewer prompts than its file has
     would be compared with others as if it were the same.
@@ -41,7 +44,7 @@ def read_prompts(names: Sequence[str]) -> list[Prompt]:
     Raises:
         DataError: a row is unreadable, is no prompt, has a user turn without text, or nothing is there.
     """
-    prompts = [_prompt(row) for row in read_rows(resolve_sources(names))]
+    prompts = [_prompt(row) for source in resolve_sources(names) for row in islice(read_rows([source]), limit)]
     if not prompts:
         raise DataError(f'{", ".join(names)} has no prompt: give lines such as {{"turns": ["..."]}}')
     refuse_empty(prompts)

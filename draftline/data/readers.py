@@ -99,12 +99,14 @@ def _is_hub_name(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and Path(name).suffix not in _SUFFIXES
 
 
-def read_rows(sources: Sequence[str | Path], split: str | None = None) -> Iterator[RawRow]:
-    """All rows of all sources; `split` is that of Hugging Face data sets, train if None."""
+def read_rows(
+    sources: Sequence[str | Path], split: str | None = None, subset: str | None = None
+) -> Iterator[RawRow]:
+    """All rows of all sources; `split` (train if None) and `subset` are those of Hugging Face data sets."""
     done = 0
     for source in sources:
         if is_dataset(source):
-            yield from _read_dataset(source, split or "train", done)
+            yield from _read_dataset(source, split or "train", subset, done)
         elif source == STDIN:
             yield from _read_stream(cast(io.BufferedReader, sys.stdin.buffer), "stdin", done)
         else:
@@ -171,7 +173,7 @@ def _read_parquet(path: Path, done: int) -> Iterator[RawRow]:
             yield RawRow(str(path), line, value, bytes_read=done + size * line // total)
 
 
-def _read_dataset(source: str | Path, split: str, done: int) -> Iterator[RawRow]:
+def _read_dataset(source: str | Path, split: str, subset: str | None, done: int) -> Iterator[RawRow]:
     # Imported here because it costs seconds, and files do not need it.
     import datasets
 
@@ -183,7 +185,7 @@ def _read_dataset(source: str | Path, split: str, done: int) -> Iterator[RawRow]
                     raise DataError(f"the data set {source} has the splits {', '.join(loaded)}: name one with --split")
                 loaded = loaded[split]
         else:
-            loaded = datasets.load_dataset(source, split=split, streaming=True)
+            loaded = datasets.load_dataset(source, subset, split=split, streaming=True)
         for line, value in enumerate(loaded, start=1):
             yield RawRow(str(source), line, value, bytes_read=done)
     except (OSError, ValueError, KeyError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:

@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from draftline.data.chat_mode import count_label, options_label, system_label, thinking_label
 from draftline.data.conversations import Conversation
 from draftline.errors import DataError
 
@@ -76,6 +77,8 @@ class Accounting:
     tokens: int = 0
     supervised_tokens: int = 0
     thinking: Counter[str] = field(default_factory=Counter)
+    system_prompts: Counter[str] = field(default_factory=Counter)
+    template_options: Counter[str] = field(default_factory=Counter)
     scripts: Counter[str] = field(default_factory=Counter)
     lengths: Counter[str] = field(default_factory=Counter)
     turns: Counter[str] = field(default_factory=Counter)
@@ -88,8 +91,9 @@ class Accounting:
         self.lengths[length_bucket(length)] += 1
         if conversation is not None:
             answers = [message for message in conversation.messages if message.role == "assistant"]
-            thinks = any(message.reasoning_content or "</think>" in message.content for message in answers)
-            self.thinking["with_reasoning" if thinks else "without_reasoning"] += 1
+            self.thinking[thinking_label(conversation)] += 1
+            count_label(self.system_prompts, system_label(conversation))
+            count_label(self.template_options, options_label(conversation.template_options))
             self.scripts[script_of("".join(message.content[:_SCRIPT_SAMPLE] for message in answers))] += 1
             for message in answers:
                 self.turns["tool_call" if message.tool_calls else "text"] += 1
@@ -112,6 +116,8 @@ class Accounting:
             "tokens": self.tokens,
             "supervised_tokens": self.supervised_tokens,
             "thinking": dict(self.thinking),
+            "system_prompts": dict(self.system_prompts),
+            "template_options": dict(self.template_options),
             "scripts": dict(self.scripts),
             "lengths": dict(self.lengths),
             "turns": dict(self.turns),
@@ -128,6 +134,8 @@ class Accounting:
             tokens=state["tokens"],
             supervised_tokens=state["supervised_tokens"],
             thinking=Counter(state["thinking"]),
+            system_prompts=Counter(state["system_prompts"]),
+            template_options=Counter(state["template_options"]),
             scripts=Counter(state["scripts"]),
             lengths=Counter(state["lengths"]),
             turns=Counter(state["turns"]),

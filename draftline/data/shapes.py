@@ -25,7 +25,7 @@ _PAIRS = (
 _REASONING_KEYS = frozenset(get_args(ReasoningField))
 _IMAGE_KEYS, _MEDIA_KEYS = ("image", "images"), ("video", "videos", "audio", "audios")
 _PROMPT_KEYS = ("prompt", "question", "instruction", "query", "problem")
-_TEMPLATE_ARGUMENTS = frozenset(
+TEMPLATE_ARGUMENTS = frozenset(
     {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
      "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
      "return_assistant_tokens_mask", "sanitize_control_tokens", "messages"}
@@ -154,7 +154,7 @@ def _with_system(row: dict[str, Any], messages: list[Message]) -> list[Message]:
 
 def _template_options(row: dict[str, Any]) -> dict[str, Any]:
     options = row.get("chat_template_kwargs", {})
-    if not isinstance(options, dict) or _TEMPLATE_ARGUMENTS & options.keys():
+    if not isinstance(options, dict) or TEMPLATE_ARGUMENTS & options.keys():
         raise BadRow("bad_chat_template_kwargs")
     return {key: value for key, value in options.items() if value is not None}
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from draftline.draft.anchors import block_input_ids, predicted_positions, slot_labels
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashDraftModel
+from draftline.evaluate.interval import Interval, ratio_interval
 from draftline.records import CapturedSample, Sample
 from draftline.target.head import head_of_drafter
 from draftline.target.loop import TargetForwardLoop
@@ -38,8 +39,6 @@ _SLOTS_PER_PRODUCT = 2048
 
 _ANSWERS_AT_ONCE = 16
 """Answers whose captured states exist at the same time in the walk."""
-
-_RESAMPLES = 2000
 
 
 @dataclass(frozen=True)
@@ -78,19 +77,29 @@ def describe_rates(rates: Sequence[float]) -> str:
     return " ".join("-" if math.isnan(rate) else f"{rate:.2f}" for rate in rates) or "-"
 
 
-def acceptance_interval(clusters: Sequence[Acceptance], longest: int, seed: int = 0) -> tuple[float, float]:
-    """95 % interval of the acceptance length by a percentile bootstrap that draws whole prompts.
+def acceptance_interval(clusters: Sequence[Acceptance], longest: int, seed: int = 0) -> Interval:
+    """95 % interval of the acceptance length of all `clusters`, one per prompt; see `interval`.
 
-    Forwards of one answer resemble each other, so prompts are the unit and not forwards. With fewer than two prompts
-    nothing is known about the spread, and the interval is all that is possible: 1 to `longest`, drafted tokens + 1.
+    The acceptance length lies between 1 and `longest`, drafted tokens + 1.
     """
-    counts = np.array([(c.tokens, c.forwards) for c in clusters if c.forwards], dtype=np.float64).reshape(-1, 2)
-    if len(counts) < 2:
-        return 1.0, float(longest)
-    drawn = np.random.default_rng(seed).integers(len(counts), size=(_RESAMPLES, len(counts)))
-    sums = counts[drawn].sum(axis=1)
-    low, high = np.percentile(sums[:, 0] / sums[:, 1], [2.5, 97.5])
-    return float(low), float(high)
+    tokens, forwards = [cluster.tokens for cluster in clusters], [cluster.forwards for cluster in clusters]
+    return ratio_interval(tokens, forwards, (1.0, float(longest)), seed)
+
+
+def macro_acceptance_length(clusters: Sequence[Acceptance]) -> float:
+    """Mean of the prompts' own acceptance lengths: each prompt counts once, however long its answer.
+
+    The acceptance length without further name is the micro average, in which each forward counts once: it is what a
+    server's counters show. Where long answers are easier or harder than short ones, the two differ.
+    """
+    lengths = [cluster.length for cluster in clusters if cluster.forwards]
+    return sum(lengths) / len(lengths) if lengths else float("nan")
+
+
+def macro_acceptance_interval(clusters: Sequence[Acceptance], longest: int) -> Interval:
+    """95 % interval of `macro_acceptance_length`."""
+    lengths = [cluster.length for cluster in clusters if cluster.forwards]
+    return ratio_interval(lengths, [1] * len(lengths), (1.0, float(longest)))
 
 
 def acceptance_rate_by_position(accepted_per_forward: Sequence[int], num_drafted: int) -> list[float]:
@@ -104,6 +113,21 @@ def conditional_acceptance_rate_by_position(accepted_per_forward: Sequence[int],
     """The same, among forwards in which all drafted tokens before k stood; NaN where there was none."""
     histogram = accepted_histogram(accepted_per_forward, num_drafted)
     return [_ratio(sum(histogram[k:]), sum(histogram[k - 1 :])) for k in range(1, num_drafted + 1)]
+
+
+def acceptance_rate_intervals(
+    accepted_by_prompt: Sequence[Sequence[int]], num_drafted: int, *, conditional: bool
+) -> list[Interval]:
+    """95 % interval of each rate by position, unconditional or conditional; the forwards of each prompt together."""
+    histograms = [accepted_histogram(accepted, num_drafted) for accepted in accepted_by_prompt]
+    return [
+        ratio_interval(
+            [sum(histogram[k:]) for histogram in histograms],
+            [sum(histogram[k - 1 if conditional else 0 :]) for histogram in histograms],
+            (0.0, 1.0),
+        )
+        for k in range(1, num_drafted + 1)
+    ]
 
 
 def accepted_histogram(accepted_per_forward: Sequence[int], num_drafted: int) -> list[int]:

@@ -254,6 +254,11 @@ def _cut(token_ids: list[int], budget: int, stop_token_ids: Collection[int]) -> 
     return kept[: stop + 1]
 
 
+def fits(target: Target, length: int, max_new_tokens: int) -> bool:
+    """Whether a prompt of `length` tokens leaves room for its answer in the target's positions."""
+    return length + max_new_tokens <= target.config.max_position_embeddings
+
+
 def check_prompt(target: Target, length: int, max_new_tokens: int, prompt: str = "a prompt") -> None:
     """Refuse a prompt of `length` tokens that leaves no room for an answer; `prompt` is what the message calls it.
 
@@ -264,8 +269,8 @@ def check_prompt(target: Target, length: int, max_new_tokens: int, prompt: str =
         raise DataError(f"max_new_tokens is {max_new_tokens}: ask for at least 1")
     if length == 0:
         raise DataError(f"{prompt} has no tokens: give at least one")
-    limit = target.config.max_position_embeddings
-    if length + max_new_tokens > limit:
+    if not fits(target, length, max_new_tokens):
+        limit = target.config.max_position_embeddings
         raise DataError(
             f"{prompt} of {length} tokens and {max_new_tokens} new ones exceed the {limit} positions of {target.name}: "
             "shorten the prompt or lower max_new_tokens"

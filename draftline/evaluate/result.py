@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from draftline.data.chat_mode import ChatMode
+from draftline.evaluate.breakdown import Part
+from draftline.evaluate.interval import Interval
+from draftline.evaluate.settings import EvaluationSettings
 from draftline.storage import without_nan
 
 
@@ -53,35 +57,80 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class EvaluationResult:
-    """What `draftline evaluate` reports.
+class Counts:
+    """Sums over all turns.
 
     Attributes:
-        acceptance_length: decoded, bonus included.
-        acceptance_length_interval: 95 %, clustered by prompt.
+        output_tokens: the first token of each turn included.
+        target_forwards: after the prompts' own.
+        replayed_forwards: further ones to roll back linear-attention layers; they give no token.
+        drafted_tokens: what the drafter proposed.
+        verified_tokens: drafted tokens that the target judged: those that stood, and the one after them that did not;
+            behind that one, drafted tokens are thrown away unread.
+        accepted_tokens: drafted tokens that are part of an output.
+    """
+
+    output_tokens: int
+    target_forwards: int
+    replayed_forwards: int
+    drafted_tokens: int
+    verified_tokens: int
+    accepted_tokens: int
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What `draftline evaluate` reports. All intervals are 95 %, clustered by prompt; see `interval`.
+
+    Attributes:
+        acceptance_length: decoded, bonus included; micro average: each forward counts once.
+        acceptance_length_macro: the same as a mean over prompts: each prompt counts once.
         acceptance_rate_by_position: unconditional, one entry per drafted token.
         conditional_acceptance_rate_by_position: given that all drafted tokens before stood.
         accepted_histogram: forwards in which exactly 0, 1, .. drafted tokens stood.
-        greedy_equal: share of prompts whose outputs, in all turns, are identical to plain greedy decoding.
+        by_output_length, by_output_position: what the two mean is said in `breakdown`.
+        greedy_equal: share of prompts whose outputs, in all turns, are identical to plain greedy decoding. NaN with
+            sampling, where two right outputs differ.
         prompts: how many there were.
-        differences: the turns that are not.
-        teacher_forced_acceptance_length: the walk over plain greedy outputs, from the training forward.
+        differences: the turns that are not identical.
+        teacher_forced_acceptance_length: the walk over plain greedy outputs, from the training forward; NaN with
+            sampling, where there is no such walk.
         tokens_per_second: output tokens over wall-clock time with the drafter, the prompt's forward included.
         baseline_tokens_per_second: the same for plain decoding.
+        target, target_dtype: name, and number format of the weights.
+        mode: how the prompts were put to the target, and whether it thought.
+        trained_mode: the same of the drafter's training data; None if that is not recorded.
+        warnings: what makes the numbers doubtful, one sentence each.
         per_prompt: one entry per turn.
     """
 
     acceptance_length: float
-    acceptance_length_interval: tuple[float, float]
+    acceptance_length_interval: Interval
+    acceptance_length_macro: float
+    acceptance_length_macro_interval: Interval
     acceptance_rate_by_position: list[float]
+    acceptance_rate_by_position_interval: list[Interval]
     conditional_acceptance_rate_by_position: list[float]
+    conditional_acceptance_rate_by_position_interval: list[Interval]
     accepted_histogram: list[int]
+    counts: Counts
+    by_file: list[Part]
+    by_output_length: list[Part]
+    by_output_position: list[Part]
     greedy_equal: float
+    greedy_equal_interval: Interval
     prompts: int
     differences: list[Difference]
     teacher_forced_acceptance_length: float
+    teacher_forced_acceptance_length_interval: Interval
     tokens_per_second: float
     baseline_tokens_per_second: float
+    target: str
+    target_dtype: str
+    settings: EvaluationSettings
+    mode: ChatMode
+    trained_mode: ChatMode | None
+    warnings: list[str]
     per_prompt: list[TurnResult]
 
     @property

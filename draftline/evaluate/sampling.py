@@ -47,6 +47,13 @@ class Sampling:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    def describe(self) -> str:
+        """In words, without what has no effect."""
+        if self.greedy:
+            return "greedy"
+        top_k = f", top-k {self.top_k}" if self.top_k else ""
+        return f"temperature {self.temperature:g}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "") + top_k
+
     def probabilities(self, logits: Tensor) -> Tensor:
         """Filtered distribution over the last dimension, [..., V] float64: residuals p - q are small differences."""
         if self.greedy:

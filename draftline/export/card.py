@@ -9,8 +9,10 @@ from typing import Any
 import yaml
 
 from draftline.config import DFlashConfig, RunConfig, decay_gamma
+from draftline.data.chat_mode import ChatMode
 from draftline.export.activation import FLOAT16_MAX
 from draftline.export.folder import ExportDtype
+from draftline.export.mode import card_entry
 from draftline.export.serving import READERS, Reader, Serving, serving_command, serving_notes
 
 
@@ -42,6 +44,7 @@ class CardFacts:
         checks: what the export checked about itself.
         largest_activation: of the drafter on the target's states; None if it was not measured.
         training: None for a drafter that was imported.
+        trained_mode: how the training data was put to the target; None if it is not known.
         evaluation: what `draftline evaluate --json` wrote.
         audit: what `draftline audit --json` wrote.
     """
@@ -51,6 +54,7 @@ class CardFacts:
     checks: Sequence[str]
     largest_activation: float | None = None
     training: Training | None = None
+    trained_mode: ChatMode | None = None
     evaluation: Mapping[str, Any] | None = None
     audit: Mapping[str, Any] | None = None
 
@@ -64,6 +68,7 @@ def model_card(facts: CardFacts) -> str:
         "target's, and the output is exactly the target's own.",
         _shape(facts.serving.config, facts.serving.dtype, facts.largest_activation),
         _training(facts.training),
+        *_modes(facts.trained_mode),
         _acceptance(facts.evaluation),
         _serving(facts),
         _audit(facts),
@@ -84,6 +89,8 @@ def _front_matter(facts: CardFacts) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["dflash", "speculative-decoding", "draft-model"],
     }
+    if facts.trained_mode is not None:
+        fields |= card_entry(facts.trained_mode)
     if facts.evaluation is not None:
         fields["model-index"] = [
             {
@@ -153,6 +160,27 @@ def _training(training: Training | None) -> str:
     }
     settings = yaml.safe_dump(run.model_dump(mode="json", exclude={"data"}), sort_keys=False)
     return f"## Training\n\n{_table(('', ''), rows.items())}\n\nAll settings:\n\n```yaml\n{settings}```"
+
+
+def _modes(mode: ChatMode | None) -> list[str]:
+    """The modes that the drafter has seen its target in; in others it is accepted less."""
+    if mode is None:
+        return []
+    properties = {
+        "answers": mode.thinking,
+        "system prompts": mode.system_prompts,
+        "chat template options": mode.template_options,
+    }
+    rows = [
+        (name, ", ".join(f"{count / sum(counts.values()):.0%} {label}" for label, count in _most_common(counts)))
+        for name, counts in properties.items()
+    ]
+    words = "Serve it in the modes of its training data; in others fewer drafted tokens are accepted."
+    return [f"## Modes\n\n{words}\n\n{_table(('', 'of the training conversations'), rows)}"]
+
+
+def _most_common(counts: Mapping[str, int]) -> list[tuple[str, int]]:
+    return sorted(counts.items(), key=lambda item: -item[1])[:3]
 
 
 def _acceptance(evaluation: Mapping[str, Any] | None) -> str:

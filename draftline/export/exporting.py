@@ -14,6 +14,7 @@ from draftline.export.card import CardFacts, Training, model_card, readers_of
 from draftline.export.facts import Given
 from draftline.export.folder import ExportDtype
 from draftline.export.importing import LoadedDrafter, load_drafter
+from draftline.export.mode import trained_mode
 from draftline.export.serving import READERS, Reader, Serving, serving_command, serving_notes
 from draftline.export.speculators import export_speculators
 from draftline.export.verify import CHECKS
@@ -102,6 +103,7 @@ def export_drafter(
             checks=CHECKS,
             largest_activation=largest,
             training=_training(source),
+            trained_mode=trained_mode(source),
             evaluation=_read_json(results.evaluation, "acceptance_length"),
             audit=_read_json(results.audit, "findings"),
         )

@@ -10,7 +10,6 @@ import torch
 from draftline.draft.attention import BlockLayout
 from draftline.evaluate.acceptance import (
     Acceptance,
-    acceptance_interval,
     acceptance_rate_by_position,
     accepted_histogram,
     conditional_acceptance_rate_by_position,
@@ -42,24 +41,6 @@ def test_acceptance_length_divides_sums_and_counts_the_bonus() -> None:
     assert Acceptance.total(parts).length == 3.0  # the mean of the two ratios happens to be 3.0 only for equal forwards
     assert Acceptance.total([*parts, Acceptance(tokens=1, forwards=1)]).length == 13 / 5
     assert describe_acceptance_length(13 / 5) == "acceptance length (with bonus): 2.60"
-
-
-def test_interval_covers_the_truth_about_as_often_as_it_says() -> None:
-    """Prompts with their own difficulty: an interval over forwards would be far too narrow."""
-    generator = torch.Generator().manual_seed(0)
-    hits = 0
-    for trial in range(200):
-        means = 1 + 4 * torch.rand(40, generator=generator)  # per prompt; expectation 3
-        clusters = [Acceptance(round(20 * mean), 20) for mean in means.tolist()]
-        low, high = acceptance_interval(clusters, longest=8, seed=trial)
-        hits += low <= 3.0 <= high
-    assert 0.90 <= hits / 200 <= 0.98
-
-
-def test_interval_is_repeatable_and_says_nothing_about_a_single_prompt() -> None:
-    clusters = [Acceptance(30, 10), Acceptance(12, 10), Acceptance(50, 10)]
-    assert acceptance_interval(clusters, 8) == acceptance_interval(clusters, 8)
-    assert acceptance_interval(clusters[:1], 8) == (1.0, 8.0)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from draftline.data.prompts import Prompt
 from draftline.data.regenerate import stop_token_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
-from draftline.evaluate import benchmark
+from draftline.evaluate import turn as turn_module
 from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation
 from draftline.evaluate.pieces import token_slots
 from draftline.evaluate.result import EvaluationResult
+from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.table import result_table
 from draftline.target.drafter_shape import resolve_drafter_config
 from draftline.target.model import Target, load_target
@@ -48,7 +49,7 @@ def result(pair: tuple[Target, DFlashDraftModel]) -> EvaluationResult:
     found = evaluate_prompts(
         *pair,
         [dialogue(turns, number) for number, turns in enumerate(TURNS, start=1)],
-        max_new_tokens=NEW_TOKENS,
+        EvaluationSettings(NEW_TOKENS),
         on_turn=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
@@ -105,7 +106,7 @@ def test_table_names_the_convention(result: EvaluationResult) -> None:
 
 
 def test_numbers_that_do_not_exist_are_null(pair: tuple[Target, DFlashDraftModel]) -> None:
-    found = evaluate_prompts(*pair, [dialogue(["Hello"])], max_new_tokens=1)
+    found = evaluate_prompts(*pair, [dialogue(["Hello"])], EvaluationSettings(1))
     assert math.isnan(found.acceptance_length)
     assert found.to_json()["acceptance_length"] is None
     assert found.to_json()["acceptance_rate_by_position"] == [None] * 7
@@ -116,7 +117,7 @@ def test_a_prompt_that_is_too_long_is_named_before_anything_is_answered(pair: tu
     prompts = [dialogue(["Hello"]), dialogue(["many words " * limit], 2)]
     answered: list[int] = []
     with pytest.raises(DataError, match=r"prompts.jsonl line 2, 'many words"):
-        evaluate_prompts(*pair, prompts, max_new_tokens=4, on_turn=lambda done, _total: answered.append(done))
+        evaluate_prompts(*pair, prompts, EvaluationSettings(4), on_turn=lambda done, _total: answered.append(done))
     assert answered == []
 
 
@@ -124,18 +125,18 @@ def test_a_dialogue_counts_once_in_the_share_of_equal_prompts(
     pair: tuple[Target, DFlashDraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every answer of the first dialogue is spoilt: one prompt of two, though two turns of three."""
-    original = benchmark.generate_plain
+    original = turn_module.generate_plain
     calls = iter(range(3))
 
     def spoil(*words: Any, **names: Any) -> Generation:
         plain = original(*words, **names)
         return replace(plain, output_ids=plain.output_ids[:-1]) if next(calls) < 2 else plain
 
-    monkeypatch.setattr(benchmark, "generate_plain", spoil)
-    found = evaluate_prompts(*pair, [dialogue(turns) for turns in TURNS], max_new_tokens=4)
+    monkeypatch.setattr(turn_module, "generate_plain", spoil)
+    found = evaluate_prompts(*pair, [dialogue(turns) for turns in TURNS], EvaluationSettings(4))
     assert (len(found.differences), found.greedy_equal, found.prompts) == (2, 0.5, 2)
 
 
 def test_no_prompts_is_an_error_with_the_mend(pair: tuple[Target, DFlashDraftModel]) -> None:
     with pytest.raises(DataError, match="turns"):
-        evaluate_prompts(*pair, [], max_new_tokens=4)
+        evaluate_prompts(*pair, [], EvaluationSettings(4))

@@ -1,0 +1,155 @@
+"""The usual task sets as prompts: each row of a set, from the hub or from a local file, as what a user says.
+
+The wording around a row is that of z-lab's benchmark of DFlash drafters, so that acceptance lengths can be compared
+with published ones. Acceptance does not look at whether an answer is right, so solutions and tests are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import islice
+from typing import Any
+
+from draftline.data.conversations import Conversation, Message
+from draftline.data.prompts import Prompt, refuse_empty
+from draftline.data.readers import read_rows, resolve_sources
+from draftline.data.rows import RawRow
+from draftline.errors import ConfigError, DataError
+
+Row = Mapping[str, Any]
+
+_STEP_BY_STEP = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+
+@dataclass(frozen=True)
+class TaskSet:
+    """Where a set lies and how its rows are asked.
+
+    Attributes:
+        name: as `--task` takes it; case, hyphens and underscores do not matter.
+        hub: name on the Hugging Face hub.
+        subset: configuration of that data set; None if it has one only.
+        split: of that data set.
+        columns: those that hold the question, one alternative per copy of the set that people have.
+        ask: turns of the user from the values of these columns.
+    """
+
+    name: str
+    hub: str
+    subset: str | None
+    split: str
+    columns: tuple[tuple[str, ...], ...]
+    ask: Callable[..., list[str]]
+
+
+def _reasoned(question: str) -> list[str]:
+    return [question + _STEP_BY_STEP]
+
+
+def _program(signature: str) -> list[str]:
+    return [
+        "Write a solution to the following problem and make sure that it passes the tests:\n"
+        f"```python\n{signature}\n```"
+    ]
+
+
+def _alpaca(instruction: str, given: str) -> list[str]:
+    return [f"{instruction}\n\nInput:\n{given}" if given else instruction]
+
+
+def _as_it_is(text: str) -> list[str]:
+    return [text]
+
+
+def _turns(turns: list[str]) -> list[str]:
+    return list(turns)
+
+
+_AIME_COLUMNS = (("problem",), ("Problem",), ("question",))
+_SETS = (
+    TaskSet("gsm8k", "openai/gsm8k", "main", "test", (("question",),), _reasoned),
+    TaskSet("math-500", "HuggingFaceH4/MATH-500", None, "test", (("problem",),), _reasoned),
+    TaskSet("aime", "HuggingFaceH4/aime_2024", None, "train", _AIME_COLUMNS, _reasoned),
+    TaskSet("aime24", "HuggingFaceH4/aime_2024", None, "train", _AIME_COLUMNS, _reasoned),
+    TaskSet("aime25", "MathArena/aime_2025", None, "train", _AIME_COLUMNS, _reasoned),
+    TaskSet("humaneval", "openai/openai_humaneval", None, "test", (("prompt",),), _program),
+    TaskSet("mbpp", "google-research-datasets/mbpp", "sanitized", "test", (("prompt",), ("text",)), _as_it_is),
+    TaskSet("mt-bench", "HuggingFaceH4/mt_bench_prompts", None, "train", (("prompt",), ("turns",)), _turns),
+    TaskSet("alpaca", "tatsu-lab/alpaca", None, "train", (("instruction", "input"),), _alpaca),
+)
+_BY_NAME = {_set.name.replace("-", ""): _set for _set in _SETS}
+
+
+def find_task(word: str) -> tuple[TaskSet, str | None]:
+    """The set that `NAME` or `NAME=PATH` means, and the path.
+
+    Raises:
+        ConfigError: no set has this name.
+    """
+    name, _, path = word.partition("=")
+    found = _BY_NAME.get(_plain(name))
+    if found is None:
+        close = get_close_matches(_plain(name), _BY_NAME, n=1, cutoff=0.5)
+        nearest = f"did you mean {_BY_NAME[close[0]].name}? " if close else ""
+        names = ", ".join(task.name for task in _SETS)
+        raise ConfigError(f"{name!r} is no task set: {nearest}known are {names}; other prompts go to --prompts")
+    if "=" in word and not path:
+        raise ConfigError(f"--task {word} names no file: write {name}=FILE, or {name} alone for the hub")
+    return found, path or None
+
+
+def read_task(word: str, limit: int | None = None) -> list[Prompt]:
+    """The prompts of `NAME` (from the hub) or `NAME=PATH` (file, folder or pattern), the first `limit` of them.
+
+    Raises:
+        ConfigError: no set has this name.
+        DataError: the hub or the file cannot be read, or a row has not the columns of the set.
+    """
+    task, path = find_task(word)
+    rows = read_rows([task.hub], task.split, task.subset) if path is None else read_rows(resolve_sources([path]))
+    try:
+        prompts = [Prompt(task.name, row.line, _conversation(task, row)) for row in islice(rows, limit)]
+    except DataError as error:
+        if path is not None:
+            raise
+        raise DataError(f"{error}; without a hub, give a local copy: --task {task.name}=FILE") from error
+    if not prompts:
+        raise DataError(f"{path or task.hub} has no row: give a copy of {task.name} with at least one")
+    refuse_empty(prompts)
+    return prompts
+
+
+def _conversation(task: TaskSet, row: RawRow) -> Conversation:
+    where = f"{row.source} line {row.line}"
+    if row.fault is not None:
+        raise DataError(f"{where} cannot be read ({row.fault}): mend or delete the line")
+    turns = _turns_of(task, row.value)
+    if turns is None:
+        has = ", ".join(row.value) if isinstance(row.value, dict) else type(row.value).__name__
+        wanted = " or ".join(" and ".join(columns) for columns in task.columns)
+        raise DataError(f"{where} is no row of {task.name}: it has {has}, not {wanted}; give a copy of that set")
+    return Conversation(messages=tuple(Message(role="user", content=turn) for turn in turns))
+
+
+def _turns_of(task: TaskSet, value: Any) -> list[str] | None:
+    """What the user says; a row that holds finished `turns` is taken as it is. None if it has not the columns."""
+    if not isinstance(value, dict):
+        return None
+    if _is_texts(value.get("turns")):
+        return list(value["turns"])
+    for columns in task.columns:
+        if all(column in value for column in columns):
+            values = [value[column] for column in columns]
+            right = all(_is_texts(each) if task.ask is _turns else isinstance(each, str) for each in values)
+            return task.ask(*values) if right else None
+    return None
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+
+
+def _plain(name: str) -> str:
+    return name.strip().lower().replace("-", "").replace("_", "")
