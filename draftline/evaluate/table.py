@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from draftline.evaluate.acceptance import describe_acceptance_length
 from draftline.evaluate.breakdown import Part
@@ -24,7 +25,8 @@ def result_table(result: EvaluationResult, draft_name: str) -> Group:
         ("by place in the output, tokens", result.by_output_position),
     ]
     tables = [_measured(result, draft_name), _by_position(result)]
-    return Group(*tables, *(_parts(title, found) for title, found in parts if len(found) > 1))
+    tables += [_parts(title, found) for title, found in parts if len(found) > 1]
+    return Group(*tables, *(Text(f"warning: {warning}") for warning in result.warnings))
 
 
 def _measured(result: EvaluationResult, draft_name: str) -> Table:

@@ -12,16 +12,20 @@ import pytest
 from rich.console import Console
 
 from draftline.config import DrafterConfig, TargetConfig
+from draftline.data.chat_mode import ChatMode
 from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
 from draftline.data.regenerate import stop_token_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
+from draftline.evaluate import summary
 from draftline.evaluate import turn as turn_module
+from draftline.evaluate.acceptance import Acceptance
 from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation
 from draftline.evaluate.pieces import token_slots
 from draftline.evaluate.result import EvaluationResult
+from draftline.evaluate.sampling import Sampling
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.table import result_table
 from draftline.target.drafter_shape import resolve_drafter_config
@@ -70,7 +74,12 @@ def test_json_holds_the_agreed_keys_and_adds_up(result: EvaluationResult) -> Non
     low, high = tree["acceptance_length_interval"]
     assert low <= tree["acceptance_length"] <= high
     assert len(tree["acceptance_rate_by_position"]) == 7
-    assert sum(tree["accepted_histogram"]) == forwards
+    assert sum(tree["accepted_histogram"]) == forwards == tree["counts"]["target_forwards"]
+    assert tree["counts"]["drafted_tokens"] == 7 * forwards
+    assert tree["counts"]["output_tokens"] == tokens + 3
+    assert tree["counts"]["accepted_tokens"] == sum(sum(turn["accepted_per_forward"]) for turn in tree["per_prompt"])
+    for name in ("by_file", "by_output_length", "by_output_position"):
+        assert sum(part["forwards"] for part in tree[name]) == forwards
     assert tree["teacher_forced_acceptance_length"] == pytest.approx(tree["acceptance_length"])
 
 
@@ -140,3 +149,53 @@ def test_a_dialogue_counts_once_in_the_share_of_equal_prompts(
 def test_no_prompts_is_an_error_with_the_mend(pair: tuple[Target, DFlashDraftModel]) -> None:
     with pytest.raises(DataError, match="turns"):
         evaluate_prompts(*pair, [], EvaluationSettings(4))
+
+
+def test_with_sampling_what_is_not_defined_is_null_and_said(pair: tuple[Target, DFlashDraftModel]) -> None:
+    settings = EvaluationSettings(6, sampling=Sampling(temperature=0.8, top_p=0.9), seed=3)
+    found, again = (evaluate_prompts(*pair, [dialogue(["Hello"]), dialogue(["Bye"], 2)], settings) for _ in range(2))
+    tree = found.to_json()
+    for key in ("greedy_equal", "teacher_forced_acceptance_length"):
+        assert tree[key] is None
+        assert tree[f"{key}_interval"] == [None, None]
+    assert (tree["differences"], tree["warnings"]) == ([], [])
+    assert tree["settings"]["sampling"] == {"temperature": 0.8, "top_p": 0.9, "top_k": 0}
+    assert [turn.output_ids for turn in found.per_prompt] == [turn.output_ids for turn in again.per_prompt]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(result_table(found, "drafter"))
+    text = console.export_text()
+    assert text.count("not defined at temperature 0.8") == 2
+    assert "temperature 0.8, top-p 0.9" in text
+
+
+def test_an_estimate_that_disagrees_is_a_warning(
+    pair: tuple[Target, DFlashDraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = summary.teacher_forced_walk
+
+    def flattered(*words: Any) -> list[Acceptance]:
+        return [Acceptance(walk.tokens * 11, walk.forwards * 10) for walk in original(*words)]
+
+    monkeypatch.setattr(summary, "teacher_forced_walk", flattered)
+    found = evaluate_prompts(*pair, [dialogue(["Hello"])], EvaluationSettings(6))
+    assert len(found.warnings) == 1
+    assert "differ by more than 5%" in found.warnings[0]
+
+
+def test_a_later_turn_that_does_not_fit_is_left_out_loudly(pair: tuple[Target, DFlashDraftModel]) -> None:
+    long = "many words " * pair[0].config.max_position_embeddings
+    found = evaluate_prompts(*pair, [dialogue(["Hello", long, "Bye"])], EvaluationSettings(2))
+    assert len(found.per_prompt) == 1
+    assert "2 turns were not asked" in found.warnings[0]
+    assert "turn 2 of prompts.jsonl line 1" in found.warnings[0]
+
+
+def test_system_prompt_and_training_modes_are_compared(pair: tuple[Target, DFlashDraftModel]) -> None:
+    trained = ChatMode({"with_reasoning": 9}, {"none": 9}, {"{}": 9})
+    settings = EvaluationSettings(2, system_prompt="You are a pirate.")
+    found = evaluate_prompts(*pair, [dialogue(["Hello"])], settings, trained_mode=trained)
+    assert "pirate" in pair[0].require_tokenizer().decode(found.per_prompt[0].input_ids)
+    assert ["think first" in warning for warning in found.warnings] == [True, False]
+    assert "system prompt" in found.warnings[1]
+    assert found.mode.thinking == {"without_reasoning": 1}
+    json.dumps(found.to_json(), allow_nan=False)

@@ -1,0 +1,63 @@
+"""What `draftline evaluate` refuses in one line, before a target is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from draftline import cli
+from draftline.errors import ConfigError
+from draftline.evaluate.settings import parse_template_options
+
+
+@pytest.fixture(autouse=True)
+def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftline.target.model.load_target", lambda _config: pytest.fail("loaded"))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--temperature", "-1"], "temperature -1.0 is no temperature"),
+        (["--top-p", "0"], "top_p 0.0 is no probability"),
+        (["--top-p", "1.5"], "top_p 1.5 is no probability"),
+        (["--top-k", "-2"], "top_k -2 is negative"),
+        (["--task", "gms8k"], "did you mean gsm8k"),
+        (["--template-option", "thinking"], "write KEY=VALUE"),
+        ([], "2 of 3 prompts have no text in a user turn, the first is"),
+    ],
+)
+def test_bad_words_are_one_line_with_the_mend(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    rows = ['{"turns": ["Hi"]}', '{"turns": ["Hi", "  "]}', '{"prompt": ""}']
+    (tmp_path / "prompts.jsonl").write_text("\n".join(rows))
+    given = ["evaluate", "--target", "tiny", "--draft", "d", "--prompts", str(tmp_path / "prompts.jsonl")]
+    assert cli.run([*given, *words]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--draft", "d"], "give --prompts FILE or --task NAME"),
+        (["--base-url", "http://x", "--temperature", "1"], "a server is measured greedily"),
+    ],
+)
+def test_words_that_do_not_go_together(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
+    assert cli.run(["evaluate", "--target", "tiny", *words]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_template_options_are_yaml_values() -> None:
+    assert parse_template_options(["enable_thinking=false", "n=3", "style=a b"]) == {
+        "enable_thinking": False,
+        "n": 3,
+        "style": "a b",
+    }
+    for word in ("tokenize=false", "=1", "a b=1"):
+        with pytest.raises(ConfigError, match="KEY=VALUE"):
+            parse_template_options([word])

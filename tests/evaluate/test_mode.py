@@ -1,0 +1,83 @@
+"""Which differences between training data and evaluation are worth a warning, and which are not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from draftline.data.chat_mode import NO_SYSTEM_PROMPT, ChatMode, system_label
+from draftline.data.conversations import Conversation, Message
+from draftline.data.report import Accounting
+from draftline.evaluate.mode import mode_of, mode_warnings
+
+SYSTEM = "You are a pirate."
+
+
+def chat(answer: str, system: str | None = None, options: dict[str, Any] | None = None) -> Conversation:
+    messages = [Message(role="user", content="Hi"), Message(role="assistant", content=answer)]
+    if system is not None:
+        messages.insert(0, Message(role="system", content=system))
+    return Conversation(messages=tuple(messages), template_options=options or {})
+
+
+def prepared(chats: list[Conversation], options: dict[str, Any] | None = None) -> ChatMode:
+    accounting = Accounting()
+    for each in chats:
+        accounting.keep(10, 5, each)
+    mode = ChatMode.of_prepared({"template_options": options or {}}, accounting.as_state())
+    assert mode is not None
+    return mode
+
+
+def served(chats: list[Conversation]) -> ChatMode:
+    return mode_of(chats, [each.template_options for each in chats])
+
+
+def differ(_first: Mapping[str, Any], _second: Mapping[str, Any]) -> bool:
+    return False
+
+
+PLAIN, THINKING = chat("yes"), chat("<think>\nhm\n</think>\nyes")
+
+
+@pytest.mark.parametrize(
+    ("trained", "evaluated", "words"),
+    [
+        ([PLAIN] * 9, [THINKING] * 4, ["100% of the answers think first, as 0% of those in the training data do"]),
+        ([THINKING] * 9, [PLAIN, THINKING], ["50% of the answers do not think first"]),
+        ([PLAIN] * 9, [chat("yes", SYSTEM)], ["have a system prompt of their own, as 0%"]),
+        ([chat("yes", SYSTEM)] * 9, [PLAIN], ["have no system prompt, as 0%"]),
+        ([PLAIN] * 9, [chat("yes", None, {"enable_thinking": False})], ['{"enable_thinking": false}']),
+        ([PLAIN] * 9 + [THINKING], [THINKING] * 4, []),  # both were taught
+        ([PLAIN] * 9, [PLAIN] * 30 + [THINKING], []),  # hardly occurs
+        ([chat("yes", SYSTEM)] * 9, [chat("no", " You are\na pirate. ")], []),
+        ([chat("yes", f"System {i}") for i in range(30)], [chat("yes", SYSTEM)], []),  # system prompts of all kinds
+    ],
+)
+def test_modes_that_training_did_not_have_are_named(
+    trained: list[Conversation], evaluated: list[Conversation], words: list[str]
+) -> None:
+    lines = mode_warnings(prepared(trained), served(evaluated), differ)
+    assert len(lines) == len(words)
+    for line, word in zip(lines, words, strict=True):
+        assert word in line
+
+
+def test_options_that_render_alike_are_no_difference() -> None:
+    evaluated = served([chat("yes", None, {"enable_thinking": True})])
+    assert mode_warnings(prepared([PLAIN]), evaluated, lambda *_: True) == []
+    assert mode_warnings(prepared([PLAIN], {"enable_thinking": True}), evaluated, differ) == []
+
+
+def test_system_prompts_are_recorded_as_hashes_only() -> None:
+    label = system_label(chat("yes", SYSTEM))
+    assert "pirate" not in label
+    assert label == system_label(chat("no", "You are a  pirate.")) != system_label(chat("yes", "You are a parrot."))
+    assert system_label(PLAIN) == NO_SYSTEM_PROMPT
+
+
+def test_data_that_was_not_counted_has_no_mode() -> None:
+    assert ChatMode.of_prepared({"template_options": {}}, Accounting().as_state()) is None
+    assert ChatMode.of_prepared({"template_options": {}}, {"thinking": {"with_reasoning": 3}}) is None
