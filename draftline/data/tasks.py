@@ -143,6 +143,8 @@ def _turns_of(task: TaskSet, value: Any) -> list[str] | None:
         if all(column in value for column in columns):
             values = [value[column] for column in columns]
             right = all(_is_texts(each) if task.ask is _turns else isinstance(each, str) for each in values)
+            if right and isinstance(values[0], str) and not values[0].strip():
+                return [""]  # without the wording around it, so that it is seen to be empty
             return task.ask(*values) if right else None
     return None
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,12 @@ import yaml
 from safetensors.torch import load_file
 
 from draftline.config import DataConfig, RunConfig, TargetConfig
+from draftline.data.chat_mode import ChatMode
+from draftline.data.dataset import PreparedDataset
 from draftline.errors import CheckpointError, ExportError, StorageError, TargetError
 from draftline.export.exporting import Results, export_drafter, import_drafter
 from draftline.export.importing import load_drafter
+from draftline.export.mode import trained_mode
 from draftline.export.serving import READERS, Serving, serving_command
 from draftline.records import StepMetrics
 from draftline.target.model import TINY_FOLDER
@@ -122,6 +126,27 @@ def test_the_card_says_what_the_drafter_is_and_how_it_was_made(tmp_path: Path) -
     ):
         assert words in card, words
     assert str(tmp_path) not in card.replace(str(tmp_path / "out"), "")
+
+
+def test_the_modes_of_the_training_data_go_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, target = make_run(tmp_path / "run"), make_target()
+    assert trained_mode(run) is None  # its data is gone
+    meta = {"template_options": {"enable_thinking": True}}
+    report = {"thinking": {"with_reasoning": 9}, "system_prompts": {"none": 9}, "template_options": {"{}": 9}}
+    data = SimpleNamespace(meta=meta, report=report, fingerprint="f1n9er")
+    monkeypatch.setattr(PreparedDataset, "open", lambda _path: data)
+    known = trained_mode(run)
+    assert known == ChatMode({"with_reasoning": 9}, {"none": 9}, {'{"enable_thinking": true}': 9})
+    export_drafter(source=run, out=tmp_path / "out", target=target, dtype="float32")
+    export_drafter(source=tmp_path / "out", out=tmp_path / "again", target=target, dtype="float32")
+    data.fingerprint = "other"
+    assert trained_mode(run) is None
+    assert trained_mode(tmp_path / "out") == trained_mode(tmp_path / "again") == known
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "| answers | 100% with_reasoning |" in card
+    for text in ("# my own card\n", "---\ntags: [x]\n---\n", "---\ndraftline: 3\n---\n"):
+        (tmp_path / "out" / "README.md").write_text(text)
+        assert trained_mode(tmp_path / "out") is None
 
 
 @pytest.mark.parametrize("form", CONTRACTS)
