@@ -33,8 +33,10 @@ from rich.table import Table
 
 from draftline.config import TargetConfig
 from draftline.data.endpoint import Endpoint
+from draftline.data.prompts import read_prompts
 from draftline.evaluate.generate import tie_gap
 from draftline.evaluate.server import ServerMeasurement
+from draftline.evaluate.settings import EvaluationSettings
 from draftline.export.exporting import export_drafter
 from draftline.jobs import drafter_for, evaluate_at_server, evaluate_drafter
 from draftline.target.model import Target, load_target, save_target
@@ -112,7 +114,8 @@ class Check:
         """Measure a running server with `draftline evaluate --base-url`'s own function."""
         wanted = ServerMeasurement(max_new_tokens=self.max_new_tokens)
         config = TargetConfig(name=str(self.target_folder))
-        result = evaluate_at_server(Endpoint(url), config, [self.prompts], wanted, limit=len(self.reference))
+        asked = read_prompts([str(self.prompts)], len(self.reference))
+        result = evaluate_at_server(Endpoint(url), config, asked, wanted)
         return self.row(client, result.to_json()["per_prompt"])
 
 
@@ -125,9 +128,8 @@ def main() -> int:
     save_target(target, folder)
     commands = {form: _export(words.source, words.out / form, target, folder, form) for form in FORMATS}
     drafter = drafter_for(target, words.out / "zlab")
-    evaluation = evaluate_drafter(
-        target, drafter, [words.prompts], limit=words.limit, max_new_tokens=words.max_new_tokens
-    )
+    asked = read_prompts([str(words.prompts)], words.limit)
+    evaluation = evaluate_drafter(target, drafter, asked, EvaluationSettings(words.max_new_tokens))
     assert evaluation.greedy_equal == 1.0, f"Draftline's own outputs differ: {evaluation.differences}"
     reference = words.out / "reference.json"
     reference.write_text(json.dumps(evaluation.to_json()) + "\n", encoding="utf-8")
