@@ -99,9 +99,7 @@ def _is_hub_name(name: str) -> bool:
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and Path(name).suffix not in _SUFFIXES
 
 
-def read_rows(
-    sources: Sequence[str | Path], split: str | None = None, subset: str | None = None
-) -> Iterator[RawRow]:
+def read_rows(sources: Sequence[str | Path], split: str | None = None, subset: str | None = None) -> Iterator[RawRow]:
     """All rows of all sources; `split` (train if None) and `subset` are those of Hugging Face data sets."""
     done = 0
     for source in sources:
