@@ -274,37 +274,51 @@ def train(
 
 @app.command()
 def audit(
-    place: Annotated[
-        Path | None, typer.Argument(help="Run folder, checkpoint, or drafter of another trainer; none: a run to come.")
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FOLDER | key=value ...]",
+            help="Run folder, checkpoint, or drafter of any trainer; or settings of a run to come.",
+        ),
     ] = None,
-    target: TargetName = "tiny",
+    target: Annotated[
+        str | None, typer.Option("--target", help="tiny, smollm2, a folder or a hub name; of a run: its own.")
+    ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Prepared data of the run to come.")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="section.key=value of the run to come.")] = None,
-    recipe: Annotated[str, typer.Option("--recipe", help="published, small-model or quickstart.")] = "published",
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", help="published (the default), small-model or quickstart.")
+    ] = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings of the run to come.")] = None,
     select: Annotated[list[str] | None, typer.Option("--select", help="Only this code or area (TGT, DRF002).")] = None,
     ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Without this code or area.")] = None,
     sample_from_anchor: AnchorPredicts = None,
     json_out: JsonOut = None,
-    target_dtype: TargetDtype = "auto",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
+    target_dtype: Annotated[DtypeName | None, typer.Option("--target-dtype", help=DTYPE_HELP)] = None,
+    device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")] = None,
+    trust_remote_code: Annotated[
+        bool | None, typer.Option("--trust-remote-code", help="Run code that ships with the target.")
+    ] = None,
 ) -> int:
     """Ask whether what is trained is what will be served: exit status 0 clean, 1 errors found, 2 could not run."""
     from rich.console import Console
 
-    from draftline.export.facts import Given
-    from draftline.jobs import audit_anything, train_settings
+    from draftline.jobs import audit_words
 
-    flags = {"target.name": target, "target.dtype": target_dtype, "target.device": device}
-    given = [f"{key}={_json(value)}" for key, value in flags.items()]
-    given += [] if data is None else [f"data.path={_json(str(data))}"]
-    wanted = train_settings(Path(), [*given, *(settings or [])], recipe=recipe, config=config, resume=False)
-    report = audit_anything(
-        place,
-        wanted,
-        _target_config(target, target_dtype, device, trust_remote_code),
-        given=Given(sample_from_anchor=sample_from_anchor),
+    of_a_run = {
+        "target.name": target,
+        "target.dtype": target_dtype,
+        "target.device": device,
+        "train.device": device,
+        "target.trust_remote_code": trust_remote_code,
+        "data.path": None if data is None else str(data),
+    }
+    flags = [f"{key}={_json(value)}" for key, value in of_a_run.items() if value is not None]
+    report = audit_words(
+        words or [],
+        flags,
+        recipe=recipe,
+        config=config,
+        sample_from_anchor=sample_from_anchor,
         select=select or (),
         ignore=ignore or (),
     )

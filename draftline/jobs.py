@@ -11,8 +11,9 @@ from typing import Any
 
 from rich.console import Console
 
-from draftline.audit.folders import audit_checkpoint, audit_run_config
-from draftline.audit.report import AuditReport
+from draftline.audit import CHECKS
+from draftline.audit.folders import audit_checkpoint, audit_run_config, audit_run_folder
+from draftline.audit.report import AuditReport, chosen_checks
 from draftline.config import DataConfig, RunConfig, TargetConfig, load_run_config
 from draftline.data.agreement import given_samples, measure_agreement
 from draftline.data.answers import AnswerStore
@@ -35,7 +36,8 @@ from draftline.evaluate.server_result import ServerResult
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.export.exporting import export_drafter
 from draftline.export.facts import Given
-from draftline.export.importing import load_drafter
+from draftline.export.folder import read_config
+from draftline.export.importing import checkpoint_folder, load_drafter
 from draftline.export.mode import trained_mode
 from draftline.progress import counting, reading
 from draftline.recipes import find_recipe
@@ -125,39 +127,69 @@ def train_settings(
 def audit_gate(allow: Collection[str]) -> Gate:
     """Examine a run before it starts; findings of severity error stop it unless their codes are allowed.
 
-    The report goes to stderr. The gate raises `AuditRefusal`.
+    So does a check that could not run: what it would have found is not known. The report goes to stderr. The gate
+    raises `AuditRefusal`, and gives the codes that the run starts in spite of, allowed warnings included.
+
+    Raises:
+        ConfigError: a code does not exist.
     """
+    unknown = [code for code in allow if code not in CHECKS]
+    if unknown:
+        raise ConfigError(f"--allow {unknown[0]}: there is no such check; name a code of the audit, such as DRF001")
 
     def examine(config: RunConfig, target: Target) -> Examination:
         report = audit_run_config(config, target)
         report.render(Console(stderr=True))
-        stopping = report.errors(allow)
+        codes = [finding.code for finding in report.errors()] + report.not_examined
+        stopping = [code for code in codes if code not in allow]
         if stopping:
-            codes = ", ".join(finding.code for finding in stopping)
-            raise AuditRefusal(f"the audit found {codes}: mend them as it says, or add --allow CODE for each")
-        return Examination([finding.code for finding in report.errors()], report.to_json())
+            raise AuditRefusal(
+                f"the audit found {', '.join(stopping)}: mend them as it says, or add --allow CODE for each"
+            )
+        warned = [finding.code for finding in report.findings if finding.severity == "warning"]
+        return Examination([*codes, *(code for code in warned if code in allow)], report.to_json())
 
     return examine
 
 
-def audit_anything(
-    place: Path | None,
-    config: RunConfig | None,
-    target: TargetConfig,
+def audit_words(
+    words: Sequence[str],
+    flags: Sequence[str],
     *,
-    given: Given,
+    recipe: str | None,
+    config: Path | None,
+    sample_from_anchor: bool | None,
     select: Collection[str],
     ignore: Collection[str],
 ) -> AuditReport:
-    """Audit a folder (a run, a checkpoint, a drafter of any known trainer), or without one a run that has settings.
+    """Audit what the words name: a folder (a run, a checkpoint, a drafter of any known trainer), or a run to come.
+
+    Args:
+        words: a folder, or `section.key=value` settings of a run to come.
+        flags: settings that were given as options.
+        sample_from_anchor: whether slot 0 predicts, if the folder does not say so.
 
     Raises:
         CheckpointError, ConfigError, DataError, TargetError: what is to be audited cannot be had.
     """
-    if place is not None:
-        return audit_checkpoint(place, load_target(target), given, select, ignore)
-    assert config is not None, "the caller gives one of the two"
-    return audit_run_config(config, None, select, ignore)
+    chosen_checks(select, ignore)
+    settings = [word for word in words if "=" in word and not Path(word).exists()]
+    places = [word for word in words if word not in settings]
+    if not places:
+        wanted = train_settings(Path(), [*flags, *settings], recipe=recipe, config=config, resume=False)
+        return audit_run_config(wanted, None, select, ignore)
+    named = any(flag.startswith("target.name=") for flag in flags)
+    of_a_run = [*settings, *(flag for flag in flags if not named or flag.startswith("data."))]
+    of_a_run += [str(given) for given in (recipe, config) if given is not None]
+    for other in (*places[1:], *of_a_run):
+        raise ConfigError(f"{places[0]} is audited as it is: leave out {other}, or the folder")
+    place, target = Path(places[0]), load_run_config(None, flags).target if named else None
+    if checkpoint_folder(place) is not None:
+        return audit_run_folder(place, None if target is None else load_target(target), select, ignore)
+    read_config(place)
+    if target is None:
+        raise ConfigError(f"{place} does not say where its target is: give --target")
+    return audit_checkpoint(place, load_target(target), Given(sample_from_anchor), select, ignore)
 
 
 def drafter_for(target: Target, folder: Path) -> DFlashDraftModel:

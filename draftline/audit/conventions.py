@@ -12,7 +12,7 @@ from draftline.export.folder import DrafterFiles
 from draftline.export.formats import Format, detect
 
 _TRAINERS: dict[Format, str] = {
-    "zlab": "z-lab's format, as Draftline writes it",
+    "zlab": "a trainer that writes z-lab's format",
     "specforge": "SpecForge: z-lab's names; auto_map points at a file that is not shipped",
     "modelopt": "NVIDIA ModelOpt: z-lab's names, block_size at top level only, windows bidirectional inside a block",
     "nemo": "NVIDIA NeMo AutoModel: z-lab's names, sliding layers bidirectional inside a block",
@@ -21,8 +21,10 @@ _TRAINERS: dict[Format, str] = {
     "speculators": "speculators: layer ids count from the embedding (plus one)",
 }
 
+_OURS = "the target's own next tokens, divided by the count of supervised slots"
+
 _SIGNALS: dict[Format, str] = {
-    "zlab": "the target's own next tokens, divided by the count of supervised slots (Draftline)",
+    "zlab": "what the files do not say",
     "specforge": "the tokens of the data, divided by the local sum of weights",
     "modelopt": "the target's whole distribution, divided by the local sum of weights",
     "nemo": "the tokens of the data, divided by the local sum of weights",
@@ -38,9 +40,10 @@ def describe(files: DrafterFiles) -> list[str]:
         form = detect(files.tree, set(files.tensors), files.where)
     except CheckpointError as error:
         return [f"conventions: {error}"]
+    ours = files.shape is not None
     return [
-        f"written by {_TRAINERS[form]}",
-        f"trained on {_SIGNALS[form]}",
+        f"written by {'Draftline' if ours else _TRAINERS[form]}",
+        f"trained on {_OURS if ours else _SIGNALS[form]}",
         *_ids(files.tree, form),
         *(_engine(reader, files, form) for reader in readers_of(files.tree)),
     ]

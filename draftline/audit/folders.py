@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -21,7 +22,7 @@ from draftline.data.split import choose_conversations
 from draftline.engine.replicas import frozen_target
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.export.facts import Given
-from draftline.export.folder import read_files
+from draftline.export.folder import read_config, read_files
 from draftline.export.importing import checkpoint_folder, load_drafter
 from draftline.run import HELDOUT_FOLDER, choose_vocabulary, drafter_device
 from draftline.target.drafter_shape import resolve_drafter_config
@@ -56,6 +57,8 @@ def subject_of_run(config: RunConfig, target: Target) -> AuditSubject:
     kept_ids = _kept_ids(config, shape, dataset, target)
     frozen = frozen_target(target, device, kept_ids)
     drafter = Drafter(config=config, shape=shape, total_steps=1, frozen=frozen, device=device)
+    if config.drafter.start_from == "target_layers":
+        drafter.model.start_from_layers(target.decoder_layers, target.final_norm)
     return live_subject(config, target, drafter.model, _prepared(config))
 
 
@@ -104,23 +107,32 @@ def audit_checkpoint(
         given: facts that the folder leaves out.
 
     Raises:
-        CheckpointError: the folder holds no drafter at all.
+        CheckpointError: the folder holds no configuration of a drafter.
     """
     if checkpoint_folder(folder) is not None:
         return audit_run_folder(folder, target, select, ignore)
-    files = read_files(folder)
-    notes = describe(files)
+    tree, notes, given = read_config(folder), list[str](), given or Given()
+    if tree.get("num_target_layers") is None:  # the target can be asked; that the key is missing is EXP002's to report
+        given = replace(given, num_target_layers=target.num_layers)
     try:
+        notes = describe(read_files(folder))
         loaded = load_drafter(folder, given, target)
     except (CheckpointError, TargetError) as error:
-        code, title = UNUSABLE
-        mend = "state the missing facts, or give the target that it was trained for"
-        finding = Finding(code, "error", title, str(error), mend)
-        return AuditReport([finding], [], notes)
+        mend = "mend what it names; `draftline import` takes facts that are missing; or name the target it was made for"
+        return AuditReport([_unusable(str(error), mend)], [], notes)
+    broken = [name for name, weight in loaded.draft_model.named_parameters() if not weight.isfinite().all()]
+    if broken:
+        evidence = f"{len(broken)} tensors have values that are not finite, first {broken[0]}"
+        return AuditReport([_unusable(evidence, "take an earlier checkpoint")], [], notes)
     config = run_config_of(loaded.config, target)
     subject = live_subject(config, target, loaded.draft_model.to(target.device), trained=True, folder=folder)
     report = run_audit(subject, select, ignore)
     return AuditReport(report.findings, report.checks, [*notes, *loaded.notes, *report.notes])
+
+
+def _unusable(evidence: str, mend: str) -> Finding:
+    code, title = UNUSABLE
+    return Finding(code, "error", title, evidence, mend)
 
 
 def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:

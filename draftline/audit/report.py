@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass, field
@@ -45,11 +46,16 @@ class AuditReport:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def not_examined(self) -> list[str]:
+        """Codes of the checks that could not run, because what they call raised."""
+        return [result.code for result in self.checks if result.status == "crashed"]
+
+    @property
     def exit_status(self) -> int:
         """0 clean, 1 findings of severity error, 2 a check could not run."""
         if self.errors():
             return 1
-        return 2 if any(result.status == "crashed" for result in self.checks) else 0
+        return 2 if self.not_examined else 0
 
     def errors(self, allow: Collection[str] = ()) -> list[Finding]:
         """Findings of severity error whose code is not allowed."""
@@ -63,19 +69,22 @@ class AuditReport:
         }
 
     def render(self, console: Console) -> None:
-        """Print the findings, what could not run, the notes and one line of summary; readable without colour."""
+        """Print the findings, what did not run and why, the notes and one line of summary; readable without colour."""
         for finding in self.findings:
             style = "bold red" if finding.severity == "error" else "bold yellow"
-            console.print(f"[{style}]{finding.severity.upper():7}[/] {finding.code}  {escape(finding.title)}")
-            console.print(f"        found: {escape(finding.evidence)}", highlight=False)
-            console.print(f"        mend:  {escape(finding.mend)}", highlight=False)
+            _print(console, finding.severity.upper(), f"{finding.code}  {finding.title}", style)
+            _print(console, "", f"found: {finding.evidence}")
+            _print(console, "", f"mend:  {finding.mend}")
         for result in self.checks:
             if result.status == "crashed":
-                console.print(f"[bold red]CRASHED[/] {result.code}  {escape(CHECKS[result.code].title)}: not examined")
-                console.print(f"        it raised: {escape(result.reason)}", highlight=False)
+                _print(console, "CRASHED", f"{result.code}  not examined: {CHECKS[result.code].title}", "bold red")
+                _print(console, "", f"it raised: {result.reason}")
         for note in self.notes:
-            console.print(f"note    {escape(note)}", highlight=False)
-        console.print(self.summary(), highlight=False)
+            _print(console, "note", note)
+        for reason in dict.fromkeys(result.reason for result in self.checks if result.status == "skipped"):
+            codes = [result.code for result in self.checks if (result.status, result.reason) == ("skipped", reason)]
+            _print(console, "skipped", f"{', '.join(codes)}: {reason}")
+        console.print(self.summary(), highlight=False, soft_wrap=True)
 
     def summary(self) -> str:
         """One line: checks by outcome and area."""
@@ -87,6 +96,15 @@ class AuditReport:
             f"{counts['skipped']} skipped, {counts['crashed']} could not run ({', '.join(areas)}; "
             f"{sum(c.seconds for c in self.checks):.1f} s)"
         )
+
+
+def _print(console: Console, head: str, text: str, style: str = "") -> None:
+    """A head of eight columns and a text: wrapped beside the head in a terminal, on one line in a file or pipe."""
+    lines = textwrap.wrap(text, max(20, console.width - 8), break_long_words=False) if console.is_terminal else [text]
+    for index, line in enumerate(lines):
+        shown = f"{head if index == 0 else '':7}"
+        shown = f"[{style}]{shown}[/]" if style else shown
+        console.print(f"{shown} {escape(line)}", highlight=False, soft_wrap=True)
 
 
 def run_audit(
@@ -122,14 +140,17 @@ def chosen_checks(select: Collection[str], ignore: Collection[str]) -> list[Chec
     """The registered checks that match `select` (all if empty) and not `ignore`.
 
     Raises:
-        ConfigError: a word is neither a code nor an area.
+        ConfigError: a word is neither a code nor an area, or no check is left.
     """
     for word in (*select, *ignore):
         if word not in CHECKS and word not in AREAS:
             raise ConfigError(f"{word!r} is no check: known are the areas {', '.join(AREAS)} and codes such as TGT001")
     areas = list(AREAS)
     in_order = sorted(CHECKS.values(), key=lambda one: (areas.index(one.code[:3]), one.code))
-    return [one for one in in_order if _matches(one, select or AREAS) and not _matches(one, ignore)]
+    chosen = [one for one in in_order if _matches(one, select or AREAS) and not _matches(one, ignore)]
+    if not chosen:
+        raise ConfigError(f"no check is left: {', '.join(select or AREAS)} without {', '.join(ignore)}; ignore less")
+    return chosen
 
 
 def _matches(one: Check, words: Iterable[str]) -> bool:

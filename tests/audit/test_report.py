@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,26 @@ def test_the_report_is_readable_without_colour() -> None:
     assert "found: mask_token_id 2 is the eos token" in text
     assert "mend:  drafter.mask_token_id" in text
     assert "audit: 1 errors, 0 warnings; 1 checks passed" in text
+
+
+def test_lines_are_whole_in_a_pipe_and_hang_in_a_terminal() -> None:
+    report = run_audit(with_config(subject(NO_DATA), mask_token_id=2), select=["DRF009", "OPT009", "DAT002"])
+    piped, shown = io.StringIO(), io.StringIO()
+    report.render(Console(file=piped, width=60))
+    report.render(Console(file=shown, width=60, force_terminal=True, no_color=True))
+    mend = report.findings[0].mend
+    assert f"mend:  {mend}\n" in piped.getvalue()
+    assert f"skipped DAT002: {report.checks[0].reason}\n" in piped.getvalue()
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.getvalue().splitlines()]
+    findings = lines[: next(i for i, line in enumerate(lines) if line.startswith("note"))]
+    assert len(findings) > 3
+    assert all(len(line) <= 60 for line in findings)
+    assert all(line.startswith("        ") for line in findings[2:])
+
+
+def test_nothing_left_to_check_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no check is left: TGT001 without TGT"):
+        chosen_checks(["TGT001"], ["TGT"])
 
 
 def test_an_audit_leaves_the_run_as_it_was() -> None:
