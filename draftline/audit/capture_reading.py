@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftline.audit.probe import Probe, StandIn, once_per_audit, relative_difference
-from draftline.audit.reference import ReferenceForward
+from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.records import CapturedSample, PackedBatch
 
 AGREEMENT = 0.999
@@ -62,11 +62,41 @@ def target_source(probe: Probe) -> TargetSource:
     candidates["the last layer with the final norm applied twice", None] = _agreement(probe, found, normed)
     candidates["the target's own, one place late", None] = _agreement(probe, found, [i.roll(1) for i in own])
     candidates["the target's own, one place early", None] = _agreement(probe, found, [i.roll(-1) for i in own])
+    place = _wrong_place(found, own)
+    if place is not None:
+        return TargetSource(agreement, f"the target's own but for {place}", agreement, None, False, distance)
     tokens = [sample.input_ids for sample in probe.samples]
     candidates["the tokens themselves", None] = _agreement(probe, found, tokens)
     candidates["the next tokens of the data", None] = _agreement(probe, found, [i.roll(-1) for i in tokens])
     (name, layer_found), best = max(candidates.items(), key=lambda item: item[1])
     return TargetSource(agreement, name, best, layer_found, layer_found == last, distance)
+
+
+def _wrong_place(found: list[Tensor], own: list[Tensor]) -> str | None:
+    """Which token it is, if the targets are wrong at one and the same place of every conversation and nowhere else."""
+    if any(ids.shape != other.shape for ids, other in zip(found, own, strict=True)):
+        return None
+    wrong = [(ids != other).nonzero()[:, 0].tolist() for ids, other in zip(found, own, strict=True)]
+    if all(places == [0] for places in wrong):
+        return "the first token of each conversation"
+    ends = all(places == [len(ids) - 1] for places, ids in zip(wrong, own, strict=True))
+    return "the last token of each conversation" if ends else None
+
+
+def longest_difference(probe: Probe) -> tuple[int, float, int] | None:
+    """Tokens of the longest conversation, largest relative difference of its captured states, and wrong targets.
+
+    The probe's own conversations are short: what goes wrong beyond some length shows only here. None without data.
+    """
+    sample = probe.longest
+    if sample is None:
+        return None
+    item, forward = probe.subject.capture([sample])[0], target_forward(probe.subject.target, sample.input_ids)
+    present = range(len(captured_slices(probe)))  # a layer that is missing is DRF001's to report
+    difference = max(_distance(slice_of(probe, item, i), forward.layers[probe.layer_ids[i]]) for i in present)
+    wrong = without_ties(probe.target_ids_of(item).cpu() != forward.next_ids.cpu(), forward)
+    known = target_source(probe).agreement < AGREEMENT  # then TGT002 or TGT003 has said so
+    return len(sample), difference, 0 if known else int(wrong.sum())
 
 
 def _agreement(probe: Probe, found: list[Tensor], wanted: list[Tensor]) -> float:

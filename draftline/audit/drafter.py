@@ -17,9 +17,12 @@ from draftline.audit.finding import Problem, check
 from draftline.audit.loss_reading import loss_trace
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.reference import naive_anchors, role_ids, target_forward
-from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes
+from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes, refuse_random_drafter
 from draftline.records import PackedBatch
 from draftline.target.layers import default_target_layer_ids
+
+_SCALED = ("linear", "dynamic", "yarn", "llama3")
+"""Kinds of rotary scaling that a drafter takes over from its target."""
 
 _SAME = 2e-4
 """Relative difference from a float64 computation that float32 explains, with weights of probe size."""
@@ -58,7 +61,7 @@ def no_leaks_across(probe: Probe) -> Problem | None:
     for where in block_mistakes(probe):
         if not where.same_document:
             return Problem(f"{where.text}: {where.effect}", mend)
-    return None
+    return _moved_by_company(probe, mend)
 
 
 @check("DRF004", "slots of a block do not see each other as they should")
@@ -73,15 +76,13 @@ def inside_the_block(probe: Probe) -> Problem | None:
     return None
 
 
-@check("DRF005", "the sliding window is not the one declared")
+@check("DRF005", "the sliding window is not the one declared", needs=("DRF001",))
 def window(probe: Probe) -> Problem | None:
+    mend = "a query sees a key if pos_q - pos_k < W, in sliding layers only"
     for where in context_mistakes(probe):
         if where.same_document and where.within_window:
-            return Problem(
-                f"{where.text}: {where.effect}; windows by layer {list(probe.view.windows)}",
-                "a query sees a key if pos_q - pos_k < W, in sliding layers only",
-            )
-    return None
+            return Problem(f"{where.text}: {where.effect}; windows by layer {list(probe.view.windows)}", mend)
+    return _hidden_window(probe, mend)
 
 
 @check(
@@ -106,6 +107,7 @@ def positions(probe: Probe) -> Problem | None:
     needs=("DRF002", "DRF003", "DRF004", "DRF005"),
 )
 def training_equals_decoding(probe: Probe) -> Problem | None:
+    refuse_random_drafter(probe)
     mend = "cache keys and values of verified tokens only, at their positions, and draft at cache.length"
     with probe.shaken_weights():
         trained = probe.run_drafter(probe.states)
@@ -256,6 +258,43 @@ def reduced_head(probe: Probe) -> Problem | None:
     return None
 
 
+def _hidden_window(probe: Probe, mend: str) -> Problem | None:
+    """Beside a full layer every state moves the output, and a wrong window shows only in the values."""
+    windows = probe.view.windows
+    if None not in windows or not any(windows):
+        return None
+    right = _reference_differences(probe, probe.view)
+    if max(right) <= _SAME:
+        return None
+    for change, text in ((1, "one wider"), (-1, "one narrower"), (1 << 20, "none at all")):
+        changed = tuple(None if w is None else w + change for w in windows)
+        others = _reference_differences(probe, replace(probe.view, windows=changed))
+        if max(map(min, right, others)) <= _SAME:
+            return Problem(f"blocks are computed with another window than {list(windows)}: {text}", mend)
+    return None
+
+
+def _moved_by_company(probe: Probe, mend: str) -> Problem | None:
+    """The same blocks among all that fit into the row: an implementation may treat many otherwise than a few."""
+    few, block, everywhere = probe.few_anchors, probe.block_size, list(range(probe.row.input_ids.shape[1]))
+    shape = (len(everywhere) * block, probe.subject.draft_model.config.hidden_size)
+    embeddings = torch.randn(shape, generator=probe.generator(12)).to(probe.device)
+    places = torch.tensor([anchor * block + slot for anchor in few for slot in range(block)], device=probe.device)
+    embeddings[places] = probe.block_embeddings[0]
+    with probe.shaken_weights():
+        alone = probe.run_drafter(probe.states)
+        crowded = probe.run_drafter(probe.states, embeddings[None], everywhere)[few]
+    differences = [relative_difference(crowded[i], alone[i]) for i in range(len(few))]
+    worst = max(range(len(few)), key=differences.__getitem__)
+    if differences[worst] <= _SAME:
+        return None
+    return Problem(
+        f"with {len(everywhere)} blocks in the row instead of {len(few)}, the block at row position {few[worst]} "
+        f"differs by {differences[worst]:.1e} (relative)",
+        mend,
+    )
+
+
 # Captured layers.
 
 
@@ -286,6 +325,8 @@ def _why_lost(probe: Probe, layer: int) -> str | None:
     if probe.states_width < declared * width and index >= probe.states_width // width:
         return f"fc reads {probe.states_width} features, not {declared} * {width}"
     deltas = _layer_influence(probe)
+    if max(deltas) == 0.0:
+        return "no output depends on any captured state"
     if deltas[index] <= 1e-3 * max(deltas):
         return f"max |delta| {deltas[index]:.1e} when its states are replaced (other layers: {max(deltas):.1e})"
     return None
@@ -313,17 +354,22 @@ def _layer_influence(probe: Probe) -> list[float]:
 
 def _reference_difference(probe: Probe, view: DrafterView, shift: int = 0, step: int = 1) -> float:
     """Largest relative difference of any block from the second implementation under some view."""
+    return max(_reference_differences(probe, view, shift, step))
+
+
+def _reference_differences(probe: Probe, view: DrafterView, shift: int = 0, step: int = 1) -> list[float]:
+    """The same for a few blocks."""
     model, block = probe.subject.draft_model, probe.block_size
     with probe.shaken_weights():
         weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
         found = probe.run_drafter(probe.states)
-    worst, blocks = 0.0, anchors_and_starts(probe)
+    differences, blocks = [], anchors_and_starts(probe)
     for index in (0, len(blocks) // 2, len(blocks) - 1):
         anchor, start = blocks[index]
         embeddings = probe.block_embeddings[0, index * block : (index + 1) * block]
         wanted = reference_block(view, weights, probe.states[0, start:anchor], embeddings, shift, step)
-        worst = max(worst, relative_difference(found[index], wanted))
-    return worst
+        differences.append(relative_difference(found[index], wanted))
+    return differences
 
 
 def _rotary_mistake(probe: Probe) -> str | None:
@@ -368,6 +414,8 @@ def _independent_of_distance(probe: Probe) -> str | None:
 
 
 def _explain_layers(probe: Probe) -> str:
+    if probe.drafter_is_random:
+        return "; two calls with the same input differ: it draws random numbers (dropout)"
     for name, changed in (
         ("the norms' eps is 1e-5", replace(probe.view, eps=1e-5)),
         ("the norms' eps is 1e-6", replace(probe.view, eps=1e-6)),
@@ -410,12 +458,18 @@ def _wrong_anchors(probe: Probe) -> Problem | None:
             f"not eligible {extra[:6]}, drawn twice {len(found) - len(set(found))}",
             mend,
         )
-    few = _drawn(probe, probe.row, 3)
     documents = probe.row.document_ids[0].tolist()
-    counts = [sum(documents[a] == d for a in few) for d in range(len(probe.samples))]
-    wanted = [min(3, sum(documents[a] == d for a in eligible)) for d in range(len(probe.samples))]
-    if counts != wanted or len(set(few)) != len(few) or not set(few) <= set(eligible):
-        return Problem(f"with a budget of 3 per document, {counts} anchors were drawn, wanted {wanted}", mend)
+    places = [sum(documents[a] == d for a in eligible) for d in range(len(probe.samples))]
+    for budget, epoch in ((3, 0), (min(places) - 1, 1), (max(places) - 1, 2), (max(places) - 1, 3)):
+        few = _drawn(probe, replace(probe.row, epoch=epoch), budget)
+        counts = [sum(documents[a] == d for a in set(few)) for d in range(len(probe.samples))]
+        wanted = [min(budget, place) for place in places]
+        if counts != wanted or len(set(few)) != len(few) or not set(few) <= set(eligible):
+            return Problem(
+                f"with a budget of {budget} per document, {counts} different anchors were drawn "
+                f"({len(few) - len(set(few))} twice), wanted {wanted}",
+                mend,
+            )
     return None
 
 
@@ -424,11 +478,11 @@ def _unstable_anchors(probe: Probe) -> Problem | None:
     row = probe.row
     if _drawn(probe, row, 3) != _drawn(probe, row, 3):
         return Problem("two draws for the same row, epoch and seed differ: a resumed run would not be the same", mend)
-    alone = probe.row_of(probe.reference_captured[1:2])
+    alone = replace(probe.row_of(probe.reference_captured[1:2]), sequence_number=11, step=4)
     offset = len(probe.samples[0])
     in_row = [a - offset for a in _drawn(probe, row, 3) if 0 <= a - offset < len(probe.samples[1])]
     if _drawn(probe, alone, 3) != in_row:
-        return Problem("the draw for a conversation depends on what it is packed with", mend)
+        return Problem("the draw for a conversation depends on its row and what it is packed with", mend)
     draws = {tuple(_drawn(probe, replace(row, epoch=epoch), 3)) for epoch in range(6)}
     if len(draws) == 1:
         return Problem("six passes over the data draw the same anchors", mend)
@@ -448,8 +502,21 @@ def _rope_unlike_target(probe: Probe) -> Problem | None:
     by_layer = [v for v in settings.values() if isinstance(v, dict)] if settings else []  # Gemma 3 has two
     bases = {one["rope_theta"] for one in by_layer or [settings or {}] if one.get("rope_theta") is not None}
     ours = probe.view.rope.get("rope_theta")
-    if not bases or ours in bases:
+    if bases and ours not in bases:
+        return Problem(
+            f"rope_theta is {ours}, the target's is {sorted(bases, key=str)}",
+            "take rope_theta from the target",
+            "warning",
+        )
+    scaled = [one for one in by_layer or [settings or {}] if one.get("rope_type", one.get("type")) in _SCALED]
+    if len(scaled) != max(1, len(by_layer)):  # not scaled, or not in every layer
+        return None
+    found = {name: probe.view.rope.get(name) for name in ("rope_type", "factor")}
+    wanted = [{name: one.get(name, one.get("type")) for name in found} for one in scaled]
+    if found in wanted:
         return None
     return Problem(
-        f"rope_theta is {ours}, the target's is {sorted(bases, key=str)}", "take rope_theta from the target", "warning"
+        f"rotary scaling is {found}, the target's is {wanted[0]}: far positions turn otherwise",
+        "take the scaling from the target",
+        "warning",
     )

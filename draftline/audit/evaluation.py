@@ -7,6 +7,7 @@ folder, that recomputes everything at every step.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,6 +26,9 @@ from draftline.evaluate.generate import Generation
 
 _PROMPT = 9
 """Tokens of the probe prompt."""
+
+_NEVER = 1 << 30
+"""Modulus of a drafter that never errs: every block is accepted whole."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +68,8 @@ class OracleDrafter(nn.Module):
     def is_right(self, anchor: int, slot: int) -> bool:
         """Whether the slot of a block at a position says what the target will say."""
         speaker = self._speaker(anchor, slot)
-        return (3 * anchor + 5 * slot) % self.modulus > 1 and self.best[speaker] == self.spoken[speaker]
+        errs = self.modulus != _NEVER and (3 * anchor + 5 * slot) % self.modulus <= 1
+        return not errs and self.best[speaker] == self.spoken[speaker]
 
     def new_cache(self) -> SimpleNamespace:
         """Nothing but a length."""
@@ -103,7 +108,11 @@ class OracleDrafter(nn.Module):
 @check("EVL001", "decoding with a drafter gives another text than the target alone", needs=("DRF001",))
 def lossless(probe: Probe) -> Problem | None:
     answer = own_answer(probe)
-    for name, drafter in (("a drafter that errs", OracleDrafter(probe, answer)), ("the drafter", None)):
+    for name, drafter in (
+        ("a drafter that errs", OracleDrafter(probe, answer)),
+        ("a drafter that never errs", OracleDrafter(probe, answer, _NEVER)),
+        ("the drafter", None),
+    ):
         output = _generate(probe, drafter).output_ids
         if output != answer.wanted and not _parts_at_a_tie(answer, output):
             index = next(
@@ -113,24 +122,39 @@ def lossless(probe: Probe) -> Problem | None:
                 f"with {name} the output differs from greedy decoding at token {index} of {len(answer.wanted)}",
                 "accept a drafted token only if it is the target's argmax, and roll both caches back to what was kept",
             )
+    return _past_the_stop(probe, answer)
+
+
+def _past_the_stop(probe: Probe, answer: Answer) -> Problem | None:
+    """Stop tokens in the middle of an accepted block end the answer there."""
+    stop = answer.wanted[answer.length // 2]
+    for modulus in (7, _NEVER):
+        output = _generate(probe, OracleDrafter(probe, answer, modulus), {stop}).output_ids
+        end = output.index(stop) + 1 if stop in output else answer.length
+        if len(output) != end:
+            return Problem(
+                f"with {stop} as stop token the output has {len(output)} tokens, it should end after {end}",
+                "cut an accepted block behind the first stop token",
+            )
     return None
 
 
 @check("EVL002", "accepted tokens and target forwards are miscounted, or right drafts are rejected", needs=("EVL001",))
 def counts(probe: Probe) -> Problem | None:
     answer = own_answer(probe)
-    drafter = OracleDrafter(probe, answer)
-    found = _generate(probe, drafter)
-    wanted = _expected_rounds(drafter, answer)
-    if found.output_ids != answer.wanted:
-        raise NotApplicable("a near tie of the target's logits")
-    if list(found.accepted_per_forward) == wanted and found.target_forwards == len(wanted):
-        return None
-    return Problem(
-        f"accepted per forward {found.accepted_per_forward[:8]} in {found.target_forwards} forwards, by the rule "
-        f"{wanted[:8]} in {len(wanted)}",
-        "keep the longest right prefix of the block, add the target's own next token, count one forward a round",
-    )
+    for modulus in (7, _NEVER):
+        drafter = OracleDrafter(probe, answer, modulus)
+        found = _generate(probe, drafter)
+        wanted = _expected_rounds(drafter, answer)
+        if found.output_ids != answer.wanted:
+            raise NotApplicable("a near tie of the target's logits")
+        if list(found.accepted_per_forward) != wanted or found.target_forwards != len(wanted):
+            return Problem(
+                f"accepted per forward {found.accepted_per_forward[:8]} in {found.target_forwards} forwards, by the "
+                f"rule {wanted[:8]} in {len(wanted)}",
+                "keep the longest right prefix of the block, add the target's next token, count one forward a round",
+            )
+    return None
 
 
 @check("EVL003", "the reported acceptance length is not tokens per target forward", needs=("EVL001", "EVL002"))
@@ -153,7 +177,11 @@ def acceptance_length(probe: Probe) -> Problem | None:
 @check(
     "EVL004",
     "the exported drafter drafts other tokens in an independent decode loop",
-    needs=("DRF001", "DRF006", "DRF007", "DRF008", "EXP012", "EVL001"),
+    needs=(
+        *("TGT001", "TGT004", "TGT006", "TGT008", "TGT009"),
+        *("DRF001", "DRF002", "DRF003", "DRF004", "DRF005", "DRF006", "DRF007", "DRF008"),
+        *("EXP001", "EXP003", "EXP006", "EXP007", "EXP008", "EXP012", "EVL001"),
+    ),
 )
 def independent_loop(probe: Probe) -> Problem | None:
     found = exported(probe)
@@ -183,7 +211,7 @@ def independent_loop(probe: Probe) -> Problem | None:
 @check(
     "EVL005",
     "the teacher-forced estimate is not what decoding gives",
-    needs=("TGT001", "TGT002", "TGT003", "EVL002", "EVL003"),
+    needs=("TGT001", "TGT002", "TGT003", "LOS001", "LOS002", "EVL002", "EVL003"),
 )
 def teacher_forced(probe: Probe) -> Problem | None:
     answer = own_answer(probe)
@@ -258,13 +286,19 @@ def own_answer(probe: Probe) -> Answer:
     return Answer(ids[0].tolist(), length, target_forward(target, ids[0]))
 
 
-def _generate(probe: Probe, drafter: OracleDrafter | None) -> Generation:
+def _generate(probe: Probe, drafter: OracleDrafter | None, stop: Collection[int] = ()) -> Generation:
     target = probe.subject.target
     model = probe.subject.draft_model if drafter is None else drafter
     answer = own_answer(probe)
     prompt = torch.tensor([answer.ids[:_PROMPT]], device=target.device)
     try:
-        return probe.subject.generate(target, model, prompt, max_new_tokens=answer.length)  # type: ignore[arg-type]
+        return probe.subject.generate(  # the stand-in has the methods of a drafter
+            target,
+            model,  # type: ignore[arg-type]
+            prompt,
+            max_new_tokens=answer.length,
+            stop_token_ids=stop,
+        )
     except TargetError as error:
         raise NotApplicable(f"this target is not decoded here: {error}") from error
 

@@ -21,6 +21,7 @@ from draftline.audit.finding import NotApplicable, Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.errors import CheckpointError, ExportError
 from draftline.export.folder import read_files
+from draftline.target.layers import default_target_layer_ids
 
 _ZLAB_KEYS = ("architectures", "model_type", "block_size", "num_target_layers", "dtype")
 _BLOCK_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
@@ -39,6 +40,8 @@ _KNOWN_KEYS = {*_ZLAB_KEYS, *_LAYER_KEYS} | {
     *("sliding_window", "attention_bias", "attention_dropout", "initializer_range", "tie_word_embeddings"),
     *("use_cache", "bos_token_id", "eos_token_id", "pad_token_id", "transformers_version"),
 }
+_COMPUTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
+"""Settings on which readers act, with what the drafter does."""
 _KNOWN_BLOCK_KEYS = {*_BLOCK_KEYS} | {
     *("sample_from_anchor", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
@@ -132,7 +135,25 @@ def layer_ids(probe: Probe) -> Problem | None:
     told = _tree(probe).get("num_target_layers", depth)
     if told != depth:
         return Problem(f"num_target_layers is {told}, the target has {depth}", f"num_target_layers: {depth}")
-    return _reading_differs(probe, ("target_layer_ids",), "convention A: 0-based layers whose output is read")
+    mend = "convention A: 0-based layers whose output is read"
+    return _reading_differs(probe, ("target_layer_ids",), mend) or _other_convention(probe)
+
+
+def _other_convention(probe: Probe) -> Problem | None:
+    """Ids of a finished folder that are the usual choice but for a shift: written in the other numbering?"""
+    ids, depth = probe.layer_ids, probe.subject.target.num_layers
+    if probe.subject.folder is None or len(ids) > depth - 3:
+        return None
+    usual = default_target_layer_ids(depth, len(ids))
+    for shift in (-1, 1):
+        if ids == tuple(i + shift for i in usual) and ids != usual:
+            return Problem(
+                f"layers {list(ids)} are the usual {list(usual)} of {depth} {shift:+d}: "
+                "the ids may be written in the other numbering convention",
+                f"if it was trained on the outputs of layers {list(usual)}, write those ids",
+                "warning",
+            )
+    return None
 
 
 @check(
@@ -190,6 +211,9 @@ def block_layout(probe: Probe) -> Problem | None:
     top, nested = tree.get("block_size"), inner.get("block_size")
     if None not in (top, nested) and top != nested:
         return Problem(f"block_size is {top} at top level, {nested} in dflash_config", mend)
+    said, trained = inner.get("sample_from_anchor"), probe.subject.draft_model.config.sample_from_anchor
+    if said is not None and bool(said) != trained:
+        return Problem(f"sample_from_anchor is written as {said}, trained with {trained}", mend)
     return _reading_differs(probe, ("block_size", "mask_token_id", "first"), mend)
 
 
@@ -302,6 +326,7 @@ def _reduced_mistake(probe: Probe, found: Exported) -> Problem | None:
     needs=(
         "EXP001",
         "EXP002",
+        "EXP003",
         "EXP004",
         "EXP005",
         "EXP006",
@@ -320,6 +345,12 @@ def forward_equality(probe: Probe) -> Problem | None:
     other_heads = _reading_differs(probe, heads, "write the heads of the trained drafter")
     if other_heads is not None:
         return other_heads
+    unlike = {k: found.layers[k] for k, v in _COMPUTED.items() if found.layers.get(k, v) not in (v, None)}
+    if unlike:
+        return Problem(
+            f"written {unlike}, the trained drafter has { ({name: _COMPUTED[name] for name in unlike}) }",
+            "write what the drafter computes",
+        )
     for reading in found.readings:
         if reading.view is None:
             return Problem(f"{reading.reader} {'; '.join(reading.remarks)}", "write every key of the format")

@@ -129,6 +129,7 @@ def live_subject(
         attention=attention_class(config.train.attention, device),
         make_optimizer=lambda model: optim.build_optimizer(model, config.optim),
         learning_rate=lambda update, total: optim.learning_rate(update, total, config.optim),
+        set_learning_rate=drafter.set_learning_rate,
         save_state=save,
         restore_state=restore,
         export=export,

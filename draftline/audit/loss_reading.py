@@ -153,21 +153,49 @@ def read_labels(probe: Probe, trace: LossTrace) -> LabelsUsed:
             if fit > best:
                 best, name = fit, other
         layer = int(name.split()[1]) if name.startswith("layer ") else None
+        mixed, by_slot = _fit_by_slot(probe, trace)
+        if layer is None and mixed > best:
+            best, name = mixed, by_slot
     return LabelsUsed(truth[0], name, best, layer, trace, unit)
 
 
 def _fit(probe: Probe, trace: LossTrace, labels: Callable[[int], int]) -> tuple[float, Tensor]:
     """Share of counted slots whose gradient points as that of cross entropy with `labels`, and that gradient."""
     unit_QD = _unit_gradient(probe, trace, labels)
-    counted = [
-        index * probe.block_size + slot
-        for index, slot, _ in supervised(probe)
-        if trace.gradient_QD[index * probe.block_size + slot].norm() > 0
-    ]
-    if not counted:
-        return 0.0, unit_QD
-    cosine = torch.cosine_similarity(trace.gradient_QD[counted], unit_QD[counted], dim=-1, eps=1e-30)
-    return float((cosine > (0.9999 if probe.tolerance < 1e-2 else 0.98)).double().mean()), unit_QD
+    counted = [q for slots in _counted(probe, trace).values() for q in slots]
+    return float(_explained(probe, trace, unit_QD, counted).double().mean()) if counted else 0.0, unit_QD
+
+
+def _fit_by_slot(probe: Probe, trace: LossTrace) -> tuple[float, str]:
+    """The same if each slot of a block may have another explanation: labels can be right in some slots only."""
+    units = {name: _unit_gradient(probe, trace, labels) for name, labels in _explanations(probe, layers=False).items()}
+    explained, texts = 0, []
+    counted = _counted(probe, trace)
+    for slot, slots in counted.items():
+        fits = {name: int(_explained(probe, trace, unit, slots).sum()) for name, unit in units.items()}
+        name = max(fits, key=fits.__getitem__)
+        explained += fits[name]
+        texts.append((slot, "the right token" if name == "truth" else name))
+    names = dict.fromkeys(text for _, text in texts)
+    where = {name: ", ".join(str(slot) for slot, text in texts if text == name) for name in names}
+    text = "; ".join(f"{name} in slot {slots}" for name, slots in where.items())
+    return explained / max(1, sum(map(len, counted.values()))), text
+
+
+def _counted(probe: Probe, trace: LossTrace) -> dict[int, list[int]]:
+    """Supervised slots that carry a gradient, as places in [Q], by slot of the block."""
+    places: dict[int, list[int]] = {}
+    for index, slot, _ in supervised(probe):
+        place = index * probe.block_size + slot
+        if trace.gradient_QD[place].norm() > 0:
+            places.setdefault(slot, []).append(place)
+    return places
+
+
+def _explained(probe: Probe, trace: LossTrace, unit_QD: Tensor, places: list[int]) -> Tensor:
+    """[places] bool: whether the gradient there points as `unit_QD` does."""
+    cosine = torch.cosine_similarity(trace.gradient_QD[places], unit_QD[places], dim=-1, eps=1e-30)
+    return cosine > (0.9999 if probe.tolerance < 1e-2 else 0.98)
 
 
 def _unit_gradient(probe: Probe, trace: LossTrace, labels: Callable[[int], int]) -> Tensor:
@@ -221,6 +249,9 @@ def constant_ratio(probe: Probe, used: LabelsUsed) -> float | None:
     weights = measured_weights(probe, used)
     wanted = naive_weights(probe.block_size, probe.gamma, probe.first)
     ratios = [float(weights[i * probe.block_size + k]) / wanted[k] for i, k, _ in supervised(probe)]
+    ratios = [ratio for ratio in ratios if ratio > 0]  # a slot without any weight is LOS005's to report
+    if not ratios:
+        return None
     middle = sorted(ratios)[len(ratios) // 2]
     tolerance = 5e-3 if probe.tolerance < 1e-2 else 0.1
     return middle if all(abs(r - middle) <= tolerance * middle for r in ratios) else None

@@ -44,10 +44,9 @@ def hard_cross_entropy(probe: Probe) -> Problem | None:
             f"{soft_hint(probe, used)}",
             mend,
         )
-    labels = labels_by_name(probe, used.name)
-    weights = measured_weights(probe, used) if used.truth_fit == 1.0 else None
-    if weights is None:
+    if used.truth_fit < 1.0:
         return None
+    labels, weights = labels_by_name(probe, "truth"), measured_weights(probe, used)
     logits = probe.sayable(torch.cat([forward.logits for forward in probe.reference]))[used.trace.source_Q]
     slots = [(index * probe.block_size + slot, position) for index, slot, position in supervised(probe)]
     wanted = sum(
@@ -130,7 +129,7 @@ def right_slots(probe: Probe) -> Problem | None:
 @check(
     "LOS006",
     "the update depends on how rows are split, or is divided by the wrong count",
-    needs=("DRF001", "DRF002", "DRF003"),
+    needs=("DRF001", "DRF002", "DRF003", "DRF008", "LOS005"),
 )
 def split_invariance(probe: Probe) -> Problem | None:
     with probe.shaken_weights():
@@ -156,8 +155,9 @@ def split_invariance(probe: Probe) -> Problem | None:
 @check("LOS007", "the gradient does not reach every parameter of the drafter", needs=("DRF001",))
 def gradient_everywhere(probe: Probe) -> Problem | None:
     with probe.shaken_weights():
-        gradients = _step_gradients(probe, [probe.row])
-    dead = [name for name, g in gradients.items() if not g.isfinite().all() or not (g != 0).any()]
+        shaken = _step_gradients(probe, [probe.row])
+    gradients = _step_gradients(probe, [probe.row])  # with the drafter's own weights: a norm of 0 stops those before it
+    dead = [name for name in gradients if any(_is_dead(found[name]) for found in (shaken, gradients))]
     trainable = [name for name, p in probe.subject.target.model.named_parameters() if p.grad is not None]
     if not dead and not trainable:
         return None
@@ -282,6 +282,10 @@ def _direct_gradients(probe: Probe) -> dict[str, Tensor]:
 def _eligible(row: PackedBatch) -> list[int]:
     mask, documents = row.loss_mask[0].tolist(), row.document_ids[0].tolist()
     return [t for t in range(len(mask) - 1) if mask[t] and mask[t + 1] and documents[t] == documents[t + 1]]
+
+
+def _is_dead(gradient: Tensor) -> bool:
+    return not gradient.isfinite().all() or not (gradient != 0).any()
 
 
 def _gradient_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:

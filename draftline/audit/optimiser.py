@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -16,8 +17,11 @@ from torch.optim import Optimizer
 
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
+from draftline.config import OptimConfig
 from draftline.draft.model import DFlashDraftModel
+from draftline.records import StepMetrics
 from draftline.train.estimate import estimate_run
+from draftline.train.state import TrainState
 
 _STEPS = 4
 
@@ -106,7 +110,17 @@ def schedule(probe: Probe) -> Problem | None:
         f"half-way rate {middle:.3g}, wanted {half:.3g}": abs(middle - half) <= 0.05 * config.learning_rate,
     }
     wrong = [text for text, right in faults.items() if not right]
-    return Problem(f"over {total} updates: {wrong[0]}", mend) if wrong else None
+    return Problem(f"over {total} updates: {wrong[0]}", mend) if wrong else _unused_rate(probe)
+
+
+def _unused_rate(probe: Probe) -> Problem | None:
+    rate = 0.375 * probe.subject.config.optim.learning_rate
+    optimizer = probe.subject.make_optimizer(probe.subject.draft_model)
+    probe.subject.set_learning_rate(optimizer, rate)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    if all(math.isclose(found, rate, rel_tol=1e-6) for found in rates):
+        return None
+    return Problem(f"told to use a rate of {rate:.3g}, the optimiser has {rates}", "set the rate of every group")
 
 
 @check("OPT005", "the optimiser's numbers are not the configured ones")
@@ -121,7 +135,41 @@ def numbers(probe: Probe) -> Problem | None:
         ):
             if name not in group or group[name] != wanted:
                 return Problem(f"{name} is {group.get(name)}, configured {wanted}", "build the optimiser from optim.*")
+    return _wrong_update(probe)
+
+
+def _wrong_update(probe: Probe) -> Problem | None:
+    """Two updates with known gradients against AdamW's formula, for what no number says: eps, sign, another rule."""
+    config, generator = probe.subject.config.optim, probe.generator(13)
+    with _copied(probe) as (model, optimizer):
+        before = {name: p.detach().double() for name, p in model.named_parameters()}
+        gradients = {name: torch.randn(2, *p.shape, generator=generator) * 1e-3 for name, p in before.items()}
+        for update in range(2):
+            for name, parameter in model.named_parameters():
+                parameter.grad = gradients[name][update].to(parameter)
+            optimizer.step()
+        for name, parameter in model.named_parameters():
+            wanted = _adamw(before[name].cpu(), gradients[name].double(), config)
+            moved = (parameter.detach().double().cpu() - before[name].cpu()).abs().max()
+            difference = float((parameter.detach().double().cpu() - wanted).abs().max())
+            if difference > 0.05 * config.learning_rate:
+                return Problem(
+                    f"two updates with known gradients move {name} by {moved:.2e}, and {difference:.2e} away from "
+                    "where AdamW with the configured numbers and eps 1e-8 brings it",
+                    "torch.optim.AdamW(draft_model.parameters(), lr, betas, weight_decay) and nothing else",
+                )
     return None
+
+
+def _adamw(weight: Tensor, gradients: Tensor, config: OptimConfig) -> Tensor:
+    """Where AdamW (arXiv 1711.05101, algorithm 2) brings a weight; one row of gradients per update, all in float64."""
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    for update, gradient in enumerate(gradients, start=1):
+        first = config.beta1 * first + (1 - config.beta1) * gradient
+        second = config.beta2 * second + (1 - config.beta2) * gradient.square()
+        direction = first / (1 - config.beta1**update) / ((second / (1 - config.beta2**update)).sqrt() + 1e-8)
+        weight = weight - config.learning_rate * (direction + config.weight_decay * weight)
+    return weight
 
 
 @check("OPT006", "gradients are not clipped as configured", needs=("DRF001", "LOS006"))
@@ -147,7 +195,7 @@ def clipping(probe: Probe) -> Problem | None:
     )
 
 
-@check("OPT007", "a resumed run is not the run that was interrupted", needs=("DRF001", "OPT001"))
+@check("OPT007", "a resumed run is not the run that was interrupted", needs=("DRF001", "DRF008", "OPT001"))
 def resume(probe: Probe) -> Problem | None:
     subject = probe.subject
     with _copied(probe) as (model, optimizer), subject.scratch() as scratch:
@@ -164,11 +212,22 @@ def resume(probe: Probe) -> Problem | None:
             name for name, p in model.named_parameters() if not torch.allclose(p, wanted[name], rtol=0.0, atol=exact)
         ]
     if not different:
-        return None
+        return _forgotten_progress()
     return Problem(
         f"2 steps, a checkpoint and 1 step give other weights than 3 steps in {len(different)} tensors {different[:3]}",
         "save and restore weights, both moments and update counts, in float32 and by name",
     )
+
+
+def _forgotten_progress() -> Problem | None:
+    """The place in the data, the steps done and the best checkpoint, as a checkpoint's JSON gives them back."""
+    state = TrainState(StepMetrics.zero(4), step=3, next_row=5, tokens=70, seconds=1.5, best_step=2, best_streak=0.25)
+    found = TrainState.from_json(json.loads(json.dumps(state.to_json())))
+    for name in ("step", "next_row", "tokens", "best_step", "best_streak"):
+        kept, wanted = getattr(found, name), getattr(state, name)
+        if kept != wanted:
+            return Problem(f"{name} {wanted} comes back from a checkpoint as {kept}", "save and restore all progress")
+    return None
 
 
 @check("OPT008", "training changes the target", needs=("DRF001",))
@@ -195,11 +254,11 @@ def memory(probe: Probe) -> Problem | None:
     estimate = estimate_run(config, subject.draft_model.config, subject.target.dtype.itemsize, longest)
     needed = estimate.drafter_bytes + estimate.row_bytes + estimate.logits_bytes + target_bytes
     available = _total_memory(probe.device)
-    probe.notes.append(f"target {target_bytes / 2**30:.2f} GiB; {estimate.sentence()}")
+    probe.notes.append(f"target {target_bytes / 1e9:.2f} GB; {estimate.sentence()}")
     if needed <= available:
         return None
     return Problem(
-        f"about {needed / 2**30:.1f} GiB are needed, {available / 2**30:.1f} GiB are there",
+        f"about {needed / 1e9:.1f} GB are needed, {available / 1e9:.1f} GB are there",
         "lower train.num_anchors, train.tokens_per_row or loss.chunk_size, or set target.dtype=bfloat16",
         "warning",
     )

@@ -32,6 +32,9 @@ T = TypeVar("T")
 _MAX_ANCHORS = 16
 """Anchors in the probes of loss and labels."""
 
+_LONGEST = 512
+"""Tokens of the longest conversation that is examined."""
+
 
 def once_per_audit(function: Callable[[Probe], T]) -> Callable[[Probe], T]:
     """Compute something once per audit: several checks read the same evidence."""
@@ -135,7 +138,7 @@ class Probe:
         masks[0][5 : 5 + block + 2] = True
         masks[0][5 + block + 6 : -2] = True
         masks[1][3:] = True
-        masks[2][2:6] = True
+        masks[2][:6] = True  # right behind an answer of another conversation, where a block must end
         masks[2][9:] = True
         generator = self.generator(1)
         return [Sample(7 + 2 * i, self.random_ids(len(mask), generator), mask) for i, mask in enumerate(masks)]
@@ -182,6 +185,15 @@ class Probe:
     def head_ids(self, normed: Tensor) -> Tensor:
         """[S] argmax of the target's own output head; scaling and soft caps do not change it."""
         return self.subject.target.model.get_output_embeddings()(normed).argmax(-1).cpu()
+
+    @cached_property
+    def longest(self) -> Sample | None:
+        """The longest conversation of the data, cut off where it would take much time; None without data."""
+        data = self.subject.data
+        if data is None or not data.samples:
+            return None
+        longest = max(data.samples, key=len)
+        return replace(longest, input_ids=longest.input_ids[:_LONGEST], loss_mask=longest.loss_mask[:_LONGEST])
 
     # One packed row, made by hand from the reference.
 
@@ -291,13 +303,20 @@ class Probe:
         return [anchor - positions[anchor] for anchor in anchors]
 
     @torch.no_grad()
-    def run_drafter(self, states: Tensor, block_embeddings: Tensor | None = None) -> Tensor:
-        """[A, P, D] outputs of the drafter's training forward for `few_anchors`."""
+    def run_drafter(
+        self, states: Tensor, block_embeddings: Tensor | None = None, anchors: list[int] | None = None
+    ) -> Tensor:
+        """[A, P, D] outputs of the drafter's training forward for `few_anchors`, or others."""
         embeddings = self.block_embeddings if block_embeddings is None else block_embeddings
-        anchors = torch.tensor(self.few_anchors, device=self.device)
-        layout = BlockLayout.of_row(anchors, self.row.position_ids[0], self.block_size)
+        positions = torch.tensor(self.few_anchors if anchors is None else anchors, device=self.device)
+        layout = BlockLayout.of_row(positions, self.row.position_ids[0], self.block_size)
         output = self.subject.draft_model(states, embeddings, layout, self.subject.attention)
-        return output[0].unflatten(0, (len(self.few_anchors), self.block_size))
+        return output[0].unflatten(0, (len(positions), self.block_size))
+
+    @cached_property
+    def drafter_is_random(self) -> bool:
+        """Whether two calls with the same input differ, so that nothing can be read from a change of the input."""
+        return not torch.equal(self.run_drafter(self.states), self.run_drafter(self.states))
 
     @contextmanager
     def shaken_weights(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ which the right answer is known from elsewhere. Tests plant faults by replacing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -62,7 +62,13 @@ class Generate(Protocol):
     """`draftline.evaluate.generate.generate`, greedy."""
 
     def __call__(
-        self, target: Target, draft_model: DFlashDraftModel, input_ids: Tensor, *, max_new_tokens: int
+        self,
+        target: Target,
+        draft_model: DFlashDraftModel,
+        input_ids: Tensor,
+        *,
+        max_new_tokens: int,
+        stop_token_ids: Collection[int] = (),
     ) -> Generation:
         """Decode with the drafter."""
 
@@ -122,6 +128,7 @@ class AuditSubject:
         attention: implementation used in training.
         make_optimizer: a fresh optimiser over a drafter's parameters.
         learning_rate: update number and number of updates -> rate.
+        set_learning_rate: makes an optimiser use a rate.
         save_state, restore_state: checkpoint of drafter and optimiser.
         export: writes the drafter that will be served; None if its format cannot express it.
         generate: the decoder that measures acceptance.
@@ -145,6 +152,7 @@ class AuditSubject:
     attention: type[Attention]
     make_optimizer: Callable[[DFlashDraftModel], Optimizer]
     learning_rate: Callable[[int, int], float]
+    set_learning_rate: Callable[[Optimizer, float], None]
     save_state: SaveState
     restore_state: RestoreState
     export: Export

@@ -15,6 +15,7 @@ from draftline.audit.capture_reading import (
     captured_slices,
     describe_change,
     last_states_differ,
+    longest_difference,
     slice_of,
     states_seen_by_drafter,
     target_source,
@@ -108,7 +109,7 @@ def captured_values(probe: Probe) -> Problem | None:
             f"captured layer {layer} differs from the target's own output by {one.distance:.1e} (relative): {looks}",
             "hand on each layer's output as it is, for the same tokens, in the target's dtype",
         )
-    return None
+    return _wrong_when_long(probe)
 
 
 @check("TGT005", "captured states are unusable: not finite, zero, or not one vector per token")
@@ -189,13 +190,13 @@ def embedding_identity(probe: Probe) -> Problem | None:
     )
 
 
-@check("TGT010", "the target is not frozen, or not in evaluation mode")
+@check("TGT010", "the target is not frozen, or not in evaluation mode, or draws random numbers")
 def frozen_target(probe: Probe) -> Problem | None:
     model = probe.subject.target.model
     trainable = [name for name, p in model.named_parameters() if p.requires_grad]
     training = [name or "the model" for name, m in model.named_modules() if m.training]
     if not trainable and not training:
-        return None
+        return _random_target(probe)
     return Problem(
         f"{len(trainable)} parameters require a gradient, {len(training)} modules are in training mode "
         f"(first: {(trainable + training)[0]})",
@@ -235,6 +236,31 @@ def leaves_no_trace(probe: Probe) -> Problem | None:
         f"hooks on the target's modules: {before[0]} before a capture, {after[0]} after it; "
         f"sum of weights {before[1]:.6g} and {after[1]:.6g}; its logits moved by {difference:.1e} (relative)",
         "remove every hook when the capture ends, and change nothing in the target",
+    )
+
+
+def _random_target(probe: Probe) -> Problem | None:
+    again = target_forward(probe.subject.target, probe.samples[0].input_ids)
+    difference = relative_difference(again.logits, probe.reference[0].logits)
+    if difference <= probe.tolerance:
+        return None
+    return Problem(
+        f"the same tokens twice give logits that differ by {difference:.1e} (relative): it draws random numbers",
+        "switch off dropout and noise in the target, in evaluation mode too",
+    )
+
+
+def _wrong_when_long(probe: Probe) -> Problem | None:
+    found = longest_difference(probe)
+    if found is None:
+        return None
+    length, difference, wrong = found
+    if difference < probe.tolerance and (wrong == 0 or probe.tolerance > 1e-2):
+        return None
+    return Problem(
+        f"the longest conversation read ({length} tokens): states differ by {difference:.1e} (relative), {wrong} "
+        f"training targets are not the target's own; conversations of up to {max(map(len, probe.samples))} are right",
+        "capture long conversations whole: no cut, no window that the target itself does not have",
     )
 
 

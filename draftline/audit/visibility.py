@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from draftline.audit.finding import NotApplicable
 from draftline.audit.probe import Probe, once_per_audit, perturbed
 from draftline.audit.reference import BlockPlace, visible
 
@@ -31,9 +32,16 @@ def anchors_and_starts(probe: Probe) -> list[tuple[int, int]]:
     return list(zip(probe.few_anchors, probe.starts(probe.few_anchors), strict=True))
 
 
+def refuse_random_drafter(probe: Probe) -> None:
+    """Raise `NotApplicable` for a drafter with dropout or noise: everything it does would look like a leak."""
+    if probe.drafter_is_random:
+        raise NotApplicable("the drafter draws random numbers, see DRF008")
+
+
 @once_per_audit
 def context_mistakes(probe: Probe) -> list[Mistake]:
     """Slots that move, or do not, when the state at one position of the row changes."""
+    refuse_random_drafter(probe)
     expected = [_expected_context(probe, place) for place in _places(probe)]
     found: list[Mistake] = []
     with probe.shaken_weights():
@@ -99,6 +107,7 @@ def _expected_context(probe: Probe, place: BlockPlace) -> list[set[int]]:
 @once_per_audit
 def block_mistakes(probe: Probe) -> list[Mistake]:
     """Slots that move, or do not, when one slot's embedding changes."""
+    refuse_random_drafter(probe)
     block, found = probe.block_size, []
     expected = _expected_block(probe)
     with probe.shaken_weights():

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from draftline.audit.folders import audit_checkpoint
 from draftline.audit.report import AuditReport
 from draftline.export.facts import Given
 from draftline.export.folder import ExportDtype
 from draftline.export.zlab import export_zlab
+from draftline.target.layers import default_target_layer_ids
 from tests.export.checkpoints import CONTRACTS, Tree, modelopt_sliding, tensors_of, write
 from tests.export.drafters import make_drafter, make_target
 
@@ -99,3 +101,33 @@ def test_what_cannot_be_used_is_said_in_words(tmp_path: Path, change: Tree, word
     assert [finding.code for finding in report.findings] == ["EXP013"]
     assert words in report.findings[0].evidence
     assert report.exit_status == 1
+
+
+def test_weights_that_are_not_finite_end_the_audit(tmp_path: Path) -> None:
+    tensors = tensors_of("zlab", make_drafter(), torch.zeros(0))
+    tensors["norm.weight"] = torch.full_like(tensors["norm.weight"], torch.nan)
+    report = audit_checkpoint(write(tmp_path / "drafter", CONTRACTS["zlab"](), tensors), make_target())
+    assert [(f.code, f.severity) for f in report.findings] == [("EXP013", "error")]
+    assert "not finite, first norm.weight" in report.findings[0].evidence
+
+
+def test_a_dtype_that_is_not_the_weights_is_a_finding(tmp_path: Path) -> None:
+    report = _audit(tmp_path, "zlab", CONTRACTS["zlab"]() | {"dtype": "float16"})
+    assert [(f.code, f.severity) for f in report.findings] == [("EXP013", "error")]
+    assert "dtype is 'float16'" in report.findings[0].evidence
+
+
+def test_a_depth_that_is_missing_is_asked_of_the_target(tmp_path: Path) -> None:
+    tree = CONTRACTS["zlab"]()
+    del tree["num_target_layers"]
+    report = _audit(tmp_path, "zlab", tree)
+    assert "EXP002" in _codes(report, "error")
+    assert "num_target_layers" in _said(report)
+
+
+@pytest.mark.parametrize(("shift", "codes"), [(0, set()), (1, {"EXP003"})])
+def test_the_usual_layers_but_for_a_shift_are_suspected(tmp_path: Path, shift: int, codes: set[str]) -> None:
+    tree, target = CONTRACTS["zlab"](), make_target()
+    usual = default_target_layer_ids(target.num_layers, 3)
+    tree["dflash_config"]["target_layer_ids"] = [i + shift for i in usual]
+    assert _codes(_audit(tmp_path, "zlab", tree), "warning") & {"EXP003"} == codes

@@ -6,20 +6,31 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftline.audit.subject import AuditSubject
+from draftline.draft import anchors as anchors_module
+from draftline.draft import attention as attention_module
 from draftline.draft.attention import BlockLayout, DenseAttention, LayerKind, dense_mask
 from draftline.draft.model import DFlashAttention, DFlashDraftModel
 from draftline.records import PackedBatch
 from tests.zoo.fault import fault, losing, with_config, with_samples
-from tests.zoo.pipeline import MASK, Recipe
+from tests.zoo.pipeline import MASK, Recipe, llama
 
 Patch = pytest.MonkeyPatch
 SLIDING = Recipe(settings={"drafter": {"num_layers": 2, "num_sliding_layers": 2, "sliding_window": 6}})
+SCALED_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 Mask = Callable[[BlockLayout, LayerKind, int, Tensor], Tensor]
 
 
@@ -480,3 +491,91 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
 @fault("vocab_size of the tokenizer, not of the table", "B65", "DRF012")
 def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
     return with_config(subject, vocab_size=90)
+
+
+# Faults that show only in some rows, blocks or layers.
+
+MIXED = Recipe(settings={"drafter": {"num_layers": 2, "num_sliding_layers": 1, "sliding_window": 6}})
+
+
+def _grouped(patch: Patch, change: Callable[[int, Any], Any]) -> None:
+    """Grouped attention whose groups go through `change`, which is told how many of the document came before."""
+    clean = attention_module._groups
+
+    def groups(layout: BlockLayout, kind: LayerKind, size: int) -> Any:
+        before: dict[int, int] = {}
+        for group in clean(layout, kind, size):
+            count = before.get(group.document_start, 0)
+            before[group.document_start] = count + 1
+            yield change(count, group)
+
+    patch.setattr(attention_module, "_groups", groups)
+
+
+def _without_oldest(group: Any) -> Any:
+    return replace(group, layout=replace(group.layout, context_start_A=group.layout.context_start_A + 1))
+
+
+@fault("later groups of blocks miss the first token of their document", "B50", "DRF003")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    _grouped(patch, lambda before, group: _without_oldest(group) if before else group)
+    return subject
+
+
+@fault("with many blocks, the context ends at the first anchor of each group", "B89", "DRF003")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    def change(before: int, group: Any) -> Any:
+        anchors = group.layout.anchor_positions_A
+        earlier = torch.minimum(anchors, anchors[0] if len(anchors) > 8 else anchors)
+        return replace(group, layout=replace(group.layout, anchor_positions_A=earlier))
+
+    _grouped(patch, change)
+    return subject
+
+
+@fault("the window of one sliding layer is one token too wide", "B58", "DRF005", MIXED)
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(layout: BlockLayout, kind: LayerKind, length: int, right: Tensor) -> Tensor:
+        return right if kind.window is None else dense_mask(layout, replace(kind, window=kind.window + 1), length)
+
+    return masked(subject, change)
+
+
+@fault("the one sliding layer of a mixed drafter runs as full", "B58", "DRF005", MIXED)
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return masked(subject, lambda layout, kind, length, right: dense_mask(layout, replace(kind, window=None), length))
+
+
+@fault("dropout in the drafter's layers", "B41", "DRF008")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    subject.draft_model.train()
+    subject.draft_model.layers[0].register_forward_hook(lambda module, _args, out: F.dropout(out, 0.1, module.training))
+    return subject
+
+
+@fault("anchors drawn with replacement", "B48", "DRF011")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    def draw(positions: np.ndarray, count: int, seed: Any) -> np.ndarray:
+        if len(positions) <= count:
+            return positions
+        return np.sort(np.random.default_rng(seed).choice(positions, size=count, replace=True))
+
+    patch.setattr(anchors_module, "_draw", draw)
+    return subject
+
+
+@fault("the draw of anchors depends on the number of the row", "B77", "DRF011")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    clean = subject.draw_anchors
+    return replace(subject, draw_anchors=lambda row, count, seed: clean(row, count, seed + row.sequence_number))
+
+
+@fault("the target's rotary scaling is dropped", "B55", "DRF012", Recipe(target=llama(rope_parameters=SCALED_ROPE)))
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return with_config(subject, rope_parameters={"rope_type": "default", "rope_theta": SCALED_ROPE["rope_theta"]})
+
+
+@fault("a norm of the drafter starts at 0", "B71", "LOS007")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    nn.init.zeros_(subject.draft_model.get_parameter("layers.0.input_layernorm.weight"))
+    return subject

@@ -370,3 +370,42 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
     report = {"thinking": {"with_reasoning": 50, "without_reasoning": 50}}
     return replace(subject, data=replace(subject.data, report=report))
+
+
+@fault("the other slot layout written", "B42", "EXP007")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return written(subject, lambda tree: tree["dflash_config"].update(sample_from_anchor=True))
+
+
+@fault("another activation written", "B83", "EXP012")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return written(subject, lambda tree: tree.update(hidden_act="gelu"))
+
+
+@fault("biases written that the drafter does not have", "B83", "EXP012")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return written(subject, lambda tree: tree.update(attention_bias=True))
+
+
+@fault("dropout of the target's family written", "B83", "EXP012")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return written(subject, lambda tree: tree.update(attention_dropout=0.1))
+
+
+@fault("decoding goes on behind a stop token", "B103", "EVL001")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    patch.setattr(generate_module, "_cut", lambda tokens, room, _stop: tokens[:room])
+    return subject
+
+
+@fault("a block that is right as a whole loses its last token", "B103", "EVL002")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = generate_module.verify_greedy
+
+    def verify(drafted: Tensor, logits: Tensor) -> tuple[int, int]:
+        accepted, bonus = clean(drafted, logits)
+        whole = accepted == len(drafted) > 0
+        return (accepted - 1, int(drafted[-1])) if whole else (accepted, bonus)
+
+    patch.setattr(generate_module, "verify_greedy", verify)
+    return subject

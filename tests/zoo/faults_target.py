@@ -642,3 +642,35 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
 
 
 __all__ = ["CHAT", "GEMMA", "GRANITE", "qwen3"]
+
+
+# Faults that show only in some tokens, or in long conversations.
+
+
+@fault("states of long conversations repeat from some token on", "B23", "TGT006")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    assert subject.data is not None
+    twice = [
+        replace(s, input_ids=s.input_ids.repeat(2), loss_mask=s.loss_mask.repeat(2)) for s in subject.data.samples[:3]
+    ]
+    longer = replace(subject, data=replace(subject.data, samples=[*subject.data.samples, *twice]))
+    return capturing(
+        longer, lambda item: with_states(item, item.hidden_states_SLD[torch.arange(len(item.sample)).clamp(max=40)])
+    )
+
+
+@fault("the training target of the first token of each conversation is wrong", "B43", "TGT002")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    def change(item: CapturedSample) -> CapturedSample:
+        assert item.target_ids_S is not None
+        return replace(item, target_ids_S=torch.cat([(item.target_ids_S[:1] + 1) % 90, item.target_ids_S[1:]]))
+
+    return capturing(subject, change)
+
+
+@fault("dropout left on in the target, in evaluation mode too", "B76", "TGT010")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    subject.target.decoder_layers[1].mlp.register_forward_hook(
+        lambda _module, _args, out: nn.functional.dropout(out, 0.1, training=True)
+    )
+    return subject

@@ -17,6 +17,7 @@ from draftline.draft import loss as loss_module
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import StepMetrics
 from draftline.train import step as step_module
+from draftline.train.state import TrainState
 from tests.zoo.fault import fault
 from tests.zoo.pipeline import Recipe
 
@@ -464,3 +465,103 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
         return result
 
     return replace(subject, train_step=train_step)
+
+
+# Faults that show only in some slots, at some borders, or after the first update.
+
+
+def _labels(patch: Patch, change: Callable[[Tensor, Callable[[int], Tensor]], Tensor]) -> None:
+    """Other labels [A, P]: from the right ones, and from those of another shift."""
+    clean = step_module.slot_labels
+
+    def slot_labels(anchors: Tensor, ids: Tensor, block: int, from_anchor: bool, shift: int) -> Tensor:
+        return change(
+            clean(anchors, ids, block, from_anchor, shift),
+            lambda by: clean(anchors, ids, block, from_anchor, shift + by),
+        )
+
+    patch.setattr(step_module, "slot_labels", slot_labels)
+
+
+@fault("labels right in slot 1 and one place late in the others", "B41", "LOS002")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    _labels(patch, lambda right, shifted: torch.cat([right[:, :2], shifted(1)[:, 2:]], dim=1))
+    return subject
+
+
+@fault("the last slot is taught what the slot before it is taught", "B41", "LOS002")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    _labels(patch, lambda right, shifted: torch.cat([right[:, :-1], shifted(-1)[:, -1:]], dim=1))
+    return subject
+
+
+@fault("a block reaches into the first token of the next conversation", "B51", "LOS005")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = step_module.supervised_slots
+
+    def slots(anchors: Tensor, mask: Tensor, documents: Tensor, block: int, from_anchor: bool) -> Tensor:
+        border = torch.cat([documents[:1] != documents[:1], documents[1:] != documents[:-1]])
+        return clean(anchors, mask, documents - border.to(documents), block, from_anchor)
+
+    patch.setattr(step_module, "supervised_slots", slots)
+    return subject
+
+
+@fault("the last token of an answer carries no loss", "B105", "LOS005")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = step_module.supervised_slots
+
+    def slots(anchors: Tensor, mask: Tensor, documents: Tensor, *rest: Any) -> Tensor:
+        ends = mask & ~torch.cat([mask[1:], mask[:1] & ~mask[:1]])
+        return clean(anchors, mask & ~ends, documents, *rest)
+
+    patch.setattr(step_module, "supervised_slots", slots)
+    return subject
+
+
+def _optimizer(subject: AuditSubject, **options: Any) -> AuditSubject:
+    clean = subject.make_optimizer
+
+    def make(model: DFlashDraftModel) -> Any:
+        optimizer = clean(model)
+        for group in optimizer.param_groups:
+            group.update(options)
+        return optimizer
+
+    return replace(subject, make_optimizer=make)
+
+
+@fault("an eps that swallows small gradients", "B71", "OPT005")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return _optimizer(subject, eps=1e-3)
+
+
+@fault("updates go uphill", "B71", "OPT005")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return _optimizer(subject, maximize=True)
+
+
+@fault("weight decay on the norms alone", "B71", "OPT005")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    clean = subject.make_optimizer
+
+    def make(model: DFlashDraftModel) -> Any:
+        optimizer = clean(model)
+        norms = [p for p in model.parameters() if p.ndim == 1]
+        optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p.ndim != 1]
+        optimizer.add_param_group({**optimizer.param_groups[0], "params": norms, "weight_decay": 0.1})
+        return optimizer
+
+    return replace(subject, make_optimizer=make)
+
+
+@fault("the rate of the schedule never reaches the optimiser", "B97", "OPT004")
+def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+    return replace(subject, set_learning_rate=lambda _optimizer, _rate: None)
+
+
+@fault("a resumed run begins with the first row again", "B77", "OPT007")
+def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+    clean = TrainState.from_json
+    patch.setattr(TrainState, "from_json", lambda tree: replace(clean(tree), next_row=0))
+    return subject

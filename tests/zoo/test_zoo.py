@@ -1,58 +1,55 @@
 """Every planted fault is reported under its own code.
 
 The quick suite runs the checks of the fault's own area, which takes a fraction of a second; the slow one runs the
-whole audit on each. Both print the table of the zoo (`pytest -s`).
+whole audit on each. `pytest -s` prints the table of the zoo, see `conftest.py`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from draftline.audit import CHECKS, AuditReport, run_audit
 from tests.zoo import faults_drafter, faults_serving, faults_target, faults_training, faults_vocabulary
+from tests.zoo.conftest import COLUMNS
 from tests.zoo.fault import ZOO, Fault
 from tests.zoo.pipeline import subject
 
 ENTRIES = (faults_target, faults_drafter, faults_training, faults_serving, faults_vocabulary)
 """Importing them fills the zoo."""
 
-ROWS: list[tuple[str, str, str, str, float]] = []
 IDS = [f"{planted.code}-{planted.name}" for planted in ZOO]
+Record = Callable[[str, str], None]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def table() -> Iterator[None]:
-    """Print the zoo's table when it is done."""
-    yield
-    width = max((len(row[0]) for row in ROWS), default=0)
-    print(f"\n{'fault':{width}}  kind  expected  seconds  found")
-    for name, kind, expected, found, seconds in ROWS:
-        print(f"{name:{width}}  {kind:4}  {expected:8}  {seconds:7.2f}  {found}")
-
-
-def audited(planted: Fault, patch: pytest.MonkeyPatch, select: tuple[str, ...]) -> AuditReport:
+def audited(planted: Fault, patch: pytest.MonkeyPatch, record: Record, select: tuple[str, ...]) -> AuditReport:
     """Plant a fault, audit, and note the row of the table."""
     faulty = planted.plant(subject(planted.recipe), patch)
     started = time.perf_counter()
     report = run_audit(faulty, select)
     found = " ".join(finding.code for finding in report.findings)
-    ROWS.append((planted.name, planted.kind, planted.code, found, time.perf_counter() - started))
+    row = (planted.name, planted.kind, planted.code, f"{time.perf_counter() - started:.2f}", found)
+    for name, value in zip(COLUMNS, row, strict=True):
+        record(name, value)
     return report
 
 
 @pytest.mark.parametrize("planted", ZOO, ids=IDS)
-def test_the_checks_of_its_area_report_the_fault(planted: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = audited(planted, monkeypatch, (planted.code[:3],))
+def test_the_checks_of_its_area_report_the_fault(
+    planted: Fault, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    report = audited(planted, monkeypatch, record_property, (planted.code[:3],))
     assert planted.code in [finding.code for finding in report.findings]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", ZOO, ids=IDS)
-def test_the_whole_audit_reports_the_fault(planted: Fault, monkeypatch: pytest.MonkeyPatch) -> None:
-    report = audited(planted, monkeypatch, ())
+def test_the_whole_audit_reports_the_fault(
+    planted: Fault, monkeypatch: pytest.MonkeyPatch, record_property: Record
+) -> None:
+    report = audited(planted, monkeypatch, record_property, ())
     assert planted.code in [finding.code for finding in report.findings]
 
 
