@@ -181,3 +181,24 @@ def test_round_trip(name: str, turns: list[tuple[str, str]]) -> None:
 def _squeezed(text: str) -> str:
     """Without white space: templates trim, and a token of mixed white space at the border is left out."""
     return "".join(text.split())
+
+
+def test_what_the_template_does_not_show_is_noted() -> None:
+    template = ChatTemplate(
+        make_tokenizer(CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}"))
+    )
+    system, user, answer = (
+        Message(role="system", content="Be kind."),
+        Message(role="user", content="q"),
+        Message(role="assistant", content="a"),
+    )
+    call = Message(role="assistant", tool_calls=(ToolCall(function=FunctionCall(name="look", arguments={})),))
+    shown = {
+        (): (user, answer),
+        ("system_not_rendered",): (system, user, answer),
+        ("tool_call_not_rendered",): (user, call, user, answer),
+    }
+    for notes, messages in shown.items():
+        rendered = render_conversation(template, Conversation(messages=messages))
+        assert isinstance(rendered, RenderedConversation)
+        assert rendered.notes == notes

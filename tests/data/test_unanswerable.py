@@ -1,5 +1,7 @@
 """Prompts that the target cannot answer are counted, and never end a run; a disk that refuses is one line."""
 
+import gzip
+import json
 import os
 from pathlib import Path
 
@@ -98,3 +100,27 @@ def test_store_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(StorageError, match="No space left on device"):
         store.close()
+
+
+def test_full_disk_says_that_the_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(GEMMA)
+    data = write(tmp_path / "data.jsonl", [{"prompt": "hi", "completion": "yo"}])
+
+    def refuse(_: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(StorageError, match=r"No space left.*is kept in .*partial, and the same command goes on"):
+            prepare(tokenizer, [data], tmp_path / "out", PrepareOptions())
+    assert prepare(tokenizer, [data], tmp_path / "out", PrepareOptions())["rows_out"] == 1
+
+
+def test_a_damaged_archive_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"prompt": f"{n * n} {n % 7}", "completion": "yo"}) + "\n" for n in range(3000))
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(rows.encode())[:-2000])
+    data, tokenizer = [str(tmp_path / "cut.gz")], make_tokenizer(GEMMA)
+    with pytest.raises(DataError, match=r"cut.gz is damaged from line \d+ on.*--max-unreadable 1"):
+        prepare(tokenizer, data, tmp_path / "out", PrepareOptions(max_unreadable=0.5))
+    report = prepare(tokenizer, data, tmp_path / "out", PrepareOptions(max_unreadable=1))
+    assert report["dropped"]["damaged_file"]["first_line"] == report["rows_in"]
