@@ -4,9 +4,9 @@
         --vllm .venv-vllm/bin/python --out serve-check
 
 `make serve-check` builds the environment and calls this. Compared are the output tokens and the number of forwards of
-the target, prompt by prompt, in float32: a wrong mask moves a mean acceptance by 2 %, but it moves counts on most
-prompts. Clients: vLLM in process and as a server, both with both export formats, and llama.cpp's server where one is
-given. Exit status 1 if a client gives another output (that is no tie) or another count on more than one prompt in 20.
+the target, answer by answer, in float32: a wrong mask moves a mean acceptance by 2 %, but it moves counts on most
+answers. Clients: vLLM in process and as a server, both with both export formats, and llama.cpp's server where one is
+given. Exit status 1 if a client gives another output (that is no tie) or another count on more than one answer in 20.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ VLLM_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Row:
-    """One client: on how many prompts it agrees with Draftline, and its forwards over all."""
+    """One client: on how many answers it agrees with Draftline, and its forwards over all."""
 
     client: str
-    prompts: int
+    answers: int
     same_output: int
     same_forwards: int
     forwards: int
@@ -70,9 +70,9 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Whether at most one prompt in 20 differs."""
-        wanted = self.prompts - self.prompts // 20
-        return self.same_output + len(self.ties) >= self.prompts and self.same_forwards >= wanted
+        """Whether all outputs are equal or ties, and at most one answer in 20 took another number of forwards."""
+        wanted = self.answers - self.answers // 20
+        return self.same_output + len(self.ties) >= self.answers and self.same_forwards >= wanted
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,16 @@ class Check:
     """What every client is compared with.
 
     Attributes:
+        limit: prompts of the file; a prompt may have several turns, and each is compared.
         reference: `per_prompt` of an evaluation in process, from the exported folder.
     """
 
     target: Target
     target_folder: Path
     prompts: Path
-    reference: list[dict[str, Any]]
+    limit: int
     max_new_tokens: int
+    reference: list[dict[str, Any]]
     out: Path
 
     def row(self, client: str, turns: Sequence[dict[str, Any]]) -> Row:
@@ -114,7 +116,7 @@ class Check:
         """Measure a running server with `draftline evaluate --base-url`'s own function."""
         wanted = ServerMeasurement(max_new_tokens=self.max_new_tokens)
         config = TargetConfig(name=str(self.target_folder))
-        asked = read_prompts([str(self.prompts)], len(self.reference))
+        asked = read_prompts([str(self.prompts)], self.limit)
         result = evaluate_at_server(Endpoint(url), config, asked, wanted)
         return self.row(client, result.to_json()["per_prompt"])
 
@@ -134,7 +136,7 @@ def main() -> int:
     reference = words.out / "reference.json"
     reference.write_text(json.dumps(evaluation.to_json()) + "\n", encoding="utf-8")
     turns = evaluation.to_json()["per_prompt"]
-    check = Check(target, folder, words.prompts, turns, words.max_new_tokens, words.out)
+    check = Check(target, folder, words.prompts, words.limit, words.max_new_tokens, turns, words.out)
     drafted = drafter.config.num_speculative_tokens
     rows = []
     for form in FORMATS:
@@ -258,7 +260,7 @@ def _versions(python: Path) -> dict[str, str]:
 def _show(rows: Sequence[Row]) -> None:
     table = Table("client", "outputs equal", "forwards equal", "forwards", "of Draftline", "ties")
     for row in rows:
-        outputs, equal = f"{row.same_output} of {row.prompts}", f"{row.same_forwards} of {row.prompts}"
+        outputs, equal = f"{row.same_output} of {row.answers}", f"{row.same_forwards} of {row.answers}"
         table.add_row(row.client, outputs, equal, str(row.forwards), str(row.expected), "; ".join(row.ties))
     Console().print(table)
 

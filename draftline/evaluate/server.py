@@ -180,7 +180,8 @@ class _Server:
         except httpx.TransportError as error:
             raise ServerError(self._failed(describe_failure(error))) from error
         except (LookupError, TypeError, ValueError) as error:
-            raise ServerError(self._failed(f"its answer is not understood, {describe_failure(error)}")) from error
+            reason = f"its answer is not understood, {type(error).__name__} {error}"
+            raise ServerError(self._failed(reason)) from error
         if not reply.tokens:
             raise ServerError(self._failed("its answer has no tokens"))
         return reply, first, last
