@@ -70,7 +70,8 @@ def _as_utf8(read: Read, head: bytes) -> Read:
 
 def _lines(read: Read, begun: bytes) -> Iterator[bytes]:
     """Lines without their ends; only a line feed ends one."""
-    pieces, block = [], begun or read(_CHUNK)
+    pieces: list[bytes] = []
+    block = begun or read(_CHUNK)
     while block:
         *whole, rest = block.split(b"\n")
         if whole:
