@@ -67,10 +67,11 @@ def _measured(result: EvaluationResult, draft_name: str) -> Table:
 
 
 def _by_position(result: EvaluationResult) -> Table:
-    table = Table(title="by position in the block", title_justify="left")
-    for column in ("drafted token", "accepted", _INTERVAL, "if all before were", _INTERVAL, "last accepted in"):
-        table.add_column(column, justify="right")
-    table.add_row("none", "", "", "", "", f"{result.accepted_histogram[0]:,} forwards")
+    """A row per drafted token of the block; `forwards` counts those in which it was the last one that stood."""
+    table = Table(title=f"by position in the block (intervals: {_INTERVAL})", title_justify="left")
+    for column in ("drafted token", "accepted", "95 %", "if all before", "95 %", "forwards"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_row("none", "", "", "", "", f"{result.accepted_histogram[0]:,}")
     rows = zip(
         result.acceptance_rate_by_position,
         result.acceptance_rate_by_position_interval,
@@ -87,10 +88,9 @@ def _by_position(result: EvaluationResult) -> Table:
 
 
 def _parts(title: str, parts: Sequence[Part]) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for column in ("prompts", "forwards", "acceptance length (with bonus)", _INTERVAL):
-        table.add_column(column, justify="right")
+    table = Table(title=f"acceptance length (with bonus) {title}", title_justify="left")
+    for column in ("", "prompts", "forwards", "length", _INTERVAL):
+        table.add_column(column, justify="right" if column else "left", overflow="fold")
     for part in parts:
         length, interval = _number(part.acceptance_length), _range(part.acceptance_length_interval)
         table.add_row(part.name, f"{part.prompts:,}", f"{part.forwards:,}", length, interval)
