@@ -214,7 +214,7 @@ def same_template(probe: Probe) -> Problem | None:
     return Problem(f"the {changed[0]} has changed since the data was prepared", "prepare the data again")
 
 
-@check("DAT012", "the drafter cannot say much of the answers", needs=("DRF013",))
+@check("DAT012", "the drafter cannot say much of the answers")
 def vocabulary_covers(probe: Probe) -> Problem | None:
     samples, rows = _data(probe).samples, probe.subject.target.vocab_size
     if probe.subject.draft_model.d2t is None:
