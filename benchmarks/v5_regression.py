@@ -30,6 +30,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -295,6 +296,7 @@ def summary(out: Path) -> None:
         "decoded acceptance length",
         "accuracy, right over it",
         "streak, right over it",
+        "acceptance, right over it",
         "right reaches the same accuracy",
     )
     print(f"| {' | '.join(titles)} |")
@@ -307,22 +309,48 @@ def summary(out: Path) -> None:
 def _measured(folders: Sequence[Path]) -> list[str]:
     """Means over the runs of an arm: accuracy and streak of the last evaluation, decoded acceptance length."""
     lasts = [json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]) for folder in folders]
-    decoded = [json.loads((folder / DONE).read_text()) for folder in folders]
-    prompts = zip(*(entry["per_prompt"] for entry in decoded), strict=True)
-    clusters = [Acceptance.total([Acceptance(**count) for count in counts]) for counts in prompts]
+    clusters = _by_prompt(folders)
     low, high = acceptance_interval(clusters, longest=8)
     accuracy, streak = (fmean(last[f"heldout_{name}"] for last in lasts) for name in ("accuracy", "streak"))
     return [f"{accuracy:.3f}", f"{streak:.2f}", f"{Acceptance.total(clusters).length:.2f} ({low:.2f} to {high:.2f})"]
 
 
+def _by_prompt(folders: Sequence[Path]) -> list[Acceptance]:
+    """Decoded counts of each prompt, summed over runs."""
+    decoded = [json.loads((folder / DONE).read_text())["per_prompt"] for folder in folders]
+    return [Acceptance.total([Acceptance(**count) for count in counts]) for counts in zip(*decoded, strict=True)]
+
+
+def _paired_acceptance(right: Sequence[Path], faulty: Sequence[Path]) -> str:
+    """Ratio of the decoded acceptance lengths over the seeds that both have, with a bootstrap over prompts.
+
+    Both arms decode the same prompts, so what is hard for both cancels; the interval says nothing about other seeds.
+    """
+    seeds = {path.name for path in right} & {path.name for path in faulty}
+    counts = np.array(
+        [
+            [(count.tokens, count.forwards) for count in _by_prompt([path for path in side if path.name in seeds])]
+            for side in (right, faulty)
+        ],
+        dtype=np.float64,
+    )
+    drawn = np.random.default_rng(0).integers(counts.shape[1], size=(4000, counts.shape[1]))
+    sums = counts[:, drawn].sum(axis=2)
+    lengths = sums[..., 0] / sums[..., 1]
+    low, high = np.percentile(lengths[0] / lengths[1], [2.5, 97.5])
+    whole = counts.sum(axis=1)
+    return _words_of(Estimate(float(np.divide(*(whole[:, 0] / whole[:, 1]))), float(low), float(high)))
+
+
 def _against(runs: Mapping[str, Sequence[Path]], name: str) -> list[str]:
     """The right arm compared with a faulty one: accuracy and streak at equal steps, steps to the same accuracy."""
     if name == "right" or not runs["right"]:
-        return ["", "", ""]
+        return ["", "", "", ""]
     pair = compare_groups({name: runs[name], "right": runs["right"]}).pairs[0]
     sooner = pair.steps_to_same_accuracy
     times = "" if sooner is None else f"{_words_of(sooner.times)} times sooner ({sooner.bound}, at {sooner.level:.3f})"
-    return [_words_of(pair.ratio), _words_of(pair.streak_ratio), times]
+    acceptance = _paired_acceptance(runs["right"], runs[name])
+    return [_words_of(pair.ratio), _words_of(pair.streak_ratio), acceptance, times]
 
 
 def _words_of(estimate: Estimate | None) -> str:
