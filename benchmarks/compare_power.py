@@ -143,7 +143,7 @@ def judge_pool(out: Path, trials: int) -> dict[str, dict[str, Any]]:
             for _ in range(trials):
                 right = [pool["right"][k] for k in rng.permutation(len(pool["right"]))]
                 wrong = right[size:] if kind == "right" else [runs[k] for k in rng.permutation(len(runs))]
-                pair = compare_groups({"right": right[:size], kind: wrong[:size]}).pairs[0]
+                pair = compare_groups({"baseline": right[:size], "candidate": wrong[:size]}).pairs[0]
                 verdicts[str(pair.verdict)] += 1
                 changes.append(pair.ratio.value - 1 if pair.ratio else 0.0)
             results[f"{kind}, {size} a side"] = {**verdicts, "mean change": round(float(np.mean(changes)), 4)}
