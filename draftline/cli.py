@@ -529,13 +529,12 @@ def compare(
 
     groups = name_groups(runs or [], a or [], b or [])
     comparison = compare_groups(groups, metric=metric or (), margin=margin, lower_is_better=lower_is_better)
-    page = None if html is None else as_page(comparison)
-    pictures = {} if png is None else as_pictures(comparison, png)
+    files: dict[Path, str | bytes] = {} if png is None else {**as_pictures(comparison, png)}
+    if html is not None:
+        files[html] = as_page(comparison)
     Console().print(as_text(comparison))
     _write_json(json_out, comparison.to_json())
-    if html is not None and page is not None:
-        _write_file(html, page)
-    for path, content in pictures.items():
+    for path, content in files.items():
         _write_file(path, content)
 
 
@@ -565,9 +564,8 @@ def report(
     if watch:
         serve_page(folder, evaluation or (), audit_json, port or 0)
         return
-    page = report_page(folder, evaluation or (), audit_json)
     path = out or folder / "report.html"
-    _write_file(path, page)
+    _write_file(path, report_page(folder, evaluation or (), audit_json))
     print(path)
 
 
@@ -578,11 +576,7 @@ def _target_config(name: str, dtype: DtypeName, device: str, trust_remote_code: 
 
 
 def _load_pair(
-    name: str,
-    draft: Path,
-    dtype: DtypeName,
-    device: str,
-    trust_remote_code: bool,
+    name: str, draft: Path, dtype: DtypeName, device: str, trust_remote_code: bool
 ) -> tuple[Target, DFlashDraftModel]:
     from draftline.jobs import drafter_for
     from draftline.target.model import load_target
