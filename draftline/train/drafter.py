@@ -36,6 +36,10 @@ from draftline.train.optim import (
 from draftline.train.state import TrainState
 from draftline.train.step import FrozenTarget, StepResult, row_loss, train_step
 
+HELDOUT_SEED = 0
+"""Draws the anchors of held-out rows, whatever the seed of the run: runs that differ in their seed are asked the same
+questions, so that what they differ by is what they learned."""
+
 
 class Drafter:
     """A drafter in training.
@@ -75,7 +79,7 @@ class Drafter:
             return train_step(
                 draft_model=self.model,
                 batches=[self._as_computed(batch) for batch in batches],
-                anchors=[self._anchors(batch) for batch in batches],
+                anchors=[self._anchors(batch, self._config.train.seed) for batch in batches],
                 frozen=self._frozen,
                 optimizer=self.optimizer,
                 loss=self._config.loss,
@@ -85,9 +89,9 @@ class Drafter:
 
     @torch.no_grad()
     def measure(self, batch: PackedBatch) -> StepMetrics:
-        """Metrics of a held-out row; its anchors are the same in every evaluation, because its epoch is."""
+        """Metrics of a held-out row; its anchors are the same in every evaluation of every run with that budget."""
         with self._precision():
-            row, anchors = self._as_computed(batch), self._anchors(batch)
+            row, anchors = self._as_computed(batch), self._anchors(batch, HELDOUT_SEED)
             return row_loss(self.model, row, anchors, self._frozen, self._config.loss, self._attention)[1]
 
     def checkpoint(self, state: TrainState, data_fingerprint: str) -> Checkpoint:
@@ -117,8 +121,8 @@ class Drafter:
         restore_optimizer(self.optimizer, self.model, checkpoint.moments)
         restore_random_states(checkpoint.random)
 
-    def _anchors(self, batch: PackedBatch) -> Tensor:
-        return draw_anchors(batch, self._config.train.num_anchors, self._config.train.seed)
+    def _anchors(self, batch: PackedBatch, seed: int) -> Tensor:
+        return draw_anchors(batch, self._config.train.num_anchors, seed)
 
     def _as_computed(self, batch: PackedBatch) -> PackedBatch:
         """States in float32 on CPU, whatever the target's precision; elsewhere autocast converts them."""
