@@ -52,8 +52,8 @@ SETTINGS = (
     "pipeline.mode=inline",
     "pipeline.threads_per_loop=1",
 )
-"""Changes to the quickstart recipe. Not fewer steps: after 100 a run is still at the plateau of token frequencies, where
-even labels one place late cost only an eighth of the accuracy."""
+"""Changes to the quickstart recipe. Not fewer steps: after 100 a run is still at the plateau of token frequencies, and
+there even labels one place late cost only an eighth of the accuracy."""
 
 
 @contextmanager

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from draftline.audit.drafter_reference import DrafterView, reference_block
 from draftline.audit.exported import exported
-from draftline.audit.finding import NotApplicable, Problem, check
+from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import ReferenceForward, target_forward
+from draftline.audit.subject import NotApplicable
 from draftline.draft.attention import BlockLayout
 from draftline.errors import TargetError
 from draftline.evaluate.generate import Generation

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table
 from draftline.audit.engines import Reading, differences, read_as, readers_of, rope_of
-from draftline.audit.finding import NotApplicable, Problem, check
+from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
+from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, ExportError
 from draftline.export.folder import read_files
 from draftline.target.layers import default_target_layer_ids

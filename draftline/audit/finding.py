@@ -90,10 +90,6 @@ class CheckResult:
     reason: str = ""
 
 
-class NotApplicable(Exception):
-    """Raised by a check for whose object there is nothing to examine in this subject; the message says what."""
-
-
 CHECKS: dict[str, Check] = {}
 """All registered checks by code."""
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from draftline.audit.drafter_reference import DrafterView, view_of_config
-from draftline.audit.finding import NotApplicable
 from draftline.audit.reference import ReferenceForward, naive_anchors, target_forward
-from draftline.audit.subject import AuditSubject
+from draftline.audit.subject import AuditSubject, NotApplicable
 from draftline.config import decay_gamma, sent_beside_states
 from draftline.data.sampler import RowPlan
 from draftline.draft.attention import BlockLayout

@@ -12,9 +12,9 @@ import torch
 from rich.console import Console
 from rich.markup import escape
 
-from draftline.audit.finding import AREAS, CHECKS, Check, CheckResult, Finding, NotApplicable
+from draftline.audit.finding import AREAS, CHECKS, Check, CheckResult, Finding
 from draftline.audit.probe import Probe
-from draftline.audit.subject import AuditSubject
+from draftline.audit.subject import AuditSubject, NotApplicable
 from draftline.errors import ConfigError, DraftlineError
 
 # What broken code raises when it is run on valid input. A check whose object does so could not run, and says so.

@@ -25,6 +25,10 @@ from draftline.target.model import Target
 from draftline.train.step import FrozenTarget, StepResult
 
 
+class NotApplicable(Exception):
+    """Raised by a check for whose object there is nothing to examine in this subject; the message says what."""
+
+
 class RowLoss(Protocol):
     """`draftline.train.step.row_loss`."""
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from draftline.audit.finding import NotApplicable
 from draftline.audit.probe import Probe, once_per_audit, perturbed
 from draftline.audit.reference import BlockPlace, visible
+from draftline.audit.subject import NotApplicable
 
 _MOVED = 1e-6
 """Relative change of an output from which on it counts as moved; slots that see nothing of a change move by 0."""
