@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from draftline.errors import ConfigError, DraftlineError
-from draftline.storage import check_unused, check_writable, storage_errors, write_bytes
+from draftline.outputs import keep_apart, new_folder, new_json, new_page, new_pictures, write_file, write_json
 
 if TYPE_CHECKING:
     from draftline.config import TargetConfig
@@ -52,36 +52,18 @@ TopK = Annotated[int, typer.Option(help="0 keeps all.")]
 Seed = Annotated[int, typer.Option(help="Of sampling.")]
 MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.")]
 
-
-def _new_folder(path: Path) -> Path:
-    check_unused(path)
-    return path
-
-
-def _new_file(path: Path | None) -> Path | None:
-    if path is not None:
-        check_writable(path)
-    return path
-
-
-def _new_pictures(path: Path | None) -> Path | None:
-    if path is not None:
-        check_writable(path if path.suffix == ".png" else path / "picture.png")
-    return path
-
-
 Out = Annotated[
-    Path, typer.Option("--out", callback=_new_folder, help="Folder to write; it must not exist or be empty.")
+    Path, typer.Option("--out", callback=new_folder, help="Folder to write; it must not exist or be empty.")
 ]
 AnchorPredicts = Annotated[
     bool | None,
     typer.Option("--sample-from-anchor/--no-sample-from-anchor", help="Whether slot 0 predicts, if nothing says so."),
 ]
 JsonOut = Annotated[
-    Path | None, typer.Option("--json", callback=_new_file, help="Also write the result as JSON to this file.")
+    Path | None, typer.Option("--json", callback=new_json, help="Also write the result as JSON to this file.")
 ]
 
-HtmlOut = Annotated[Path | None, typer.Option("--html", callback=_new_file, help="Also write a page to this file.")]
+HtmlOut = Annotated[Path | None, typer.Option("--html", callback=new_page, help="Also write a page to this file.")]
 
 
 def main() -> None:
@@ -189,6 +171,7 @@ def prepare(
     from draftline.data.server import ServerSettings
     from draftline.jobs import prepare_data
 
+    keep_apart([json_out], [*data, *(more or [])])
     options = PrepareOptions(
         truncation=truncation,
         mask=MaskOptions(supervise=supervise, reasoning=not no_reasoning),
@@ -208,7 +191,7 @@ def prepare(
     wanted = _target_config(target, target_dtype, device, trust_remote_code)
     report = prepare_data(wanted, [*data, *(more or [])], out, options, answers, max_length=max_length)
     print(json.dumps(report, indent=2, ensure_ascii=False))
-    _write_json(json_out, report)
+    write_json(json_out, report)
 
 
 @app.command()
@@ -227,9 +210,9 @@ def inspect(
     views = inspect_dataset(folder, count=count, block_size=block_size)
     console = Console()
     console.print(as_text(views, color=console.is_terminal))
-    _write_json(json_out, [view.as_json() for view in views])
+    write_json(json_out, [view.as_json() for view in views])
     if html is not None:
-        _write_file(html, as_html(folder, views))
+        write_file(html, as_html(folder, views))
 
 
 @app.command()
@@ -324,7 +307,7 @@ def audit(
         ignore=ignore or (),
     )
     report.render(Console())
-    _write_json(json_out, report.to_json())
+    write_json(json_out, report.to_json())
     return report.exit_status
 
 
@@ -389,6 +372,7 @@ def evaluate(
     )
     if base_url is not None:
         settings.refuse_for_server()
+    keep_apart([json_out], [*(prompts or []), *(word.partition("=")[2] for word in task or [])])
     asked = prompts_to_evaluate(prompts or [], task or [], limit)
     if base_url is not None:
         wanted = ServerMeasurement(model, max_new_tokens, parse_concurrency(concurrency))
@@ -396,13 +380,13 @@ def evaluate(
         target_config = _target_config(target, target_dtype, device, trust_remote_code)
         measured = evaluate_at_server(endpoint, target_config, asked, wanted)
         Console().print(server_table(measured))
-        _write_json(json_out, measured.to_json())
+        write_json(json_out, measured.to_json())
         return
     assert draft is not None
     live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
     result = evaluate_drafter(live, drafter, asked, settings, trained_mode(draft))
     Console().print(result_table(result, str(draft)))
-    _write_json(json_out, result.to_json())
+    write_json(json_out, result.to_json())
 
 
 @app.command()
@@ -430,7 +414,7 @@ def generate(
     answer = answer_prompt(live, drafter, text, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
     print(answer.text)
     print(answer.counts(), file=sys.stderr)
-    _write_json(json_out, answer.to_json())
+    write_json(json_out, answer.to_json())
 
 
 @app.command()
@@ -453,6 +437,7 @@ def export(
     from draftline.export.facts import Given
     from draftline.target.model import load_target
 
+    keep_apart([json_out], [evaluation, audit_json])
     live = load_target(TargetConfig(name=target, trust_remote_code=trust_remote_code))
     report = export_drafter(
         source=source,
@@ -465,7 +450,7 @@ def export(
         given=Given(sample_from_anchor=sample_from_anchor),
     )
     print(report.command)
-    _write_json(json_out, report.to_json())
+    write_json(json_out, report.to_json())
 
 
 @app.command("import")
@@ -494,7 +479,7 @@ def import_(
     )
     report = import_drafter(source=source, out=out, target=live, given=given)
     print(report.folder)
-    _write_json(json_out, report.to_json())
+    write_json(json_out, report.to_json())
 
 
 @app.command()
@@ -517,7 +502,7 @@ def compare(
     ] = None,
     html: HtmlOut = None,
     png: Annotated[
-        Path | None, typer.Option("--png", callback=_new_pictures, help="Draw the curves: a .png file, or a folder.")
+        Path | None, typer.Option("--png", callback=new_pictures, help="Draw the curves: a .png file, or a folder.")
     ] = None,
     json_out: JsonOut = None,
 ) -> None:
@@ -528,21 +513,22 @@ def compare(
     from draftline.compare.view import as_page, as_pictures, as_text
 
     groups = name_groups(runs or [], a or [], b or [])
+    keep_apart([html, png, json_out], [path for paths in groups.values() for path in paths])
     comparison = compare_groups(groups, metric=metric or (), margin=margin, lower_is_better=lower_is_better)
     files: dict[Path, str | bytes] = {} if png is None else {**as_pictures(comparison, png)}
     if html is not None:
         files[html] = as_page(comparison)
     Console().print(as_text(comparison))
-    _write_json(json_out, comparison.to_json())
+    write_json(json_out, comparison.to_json())
     for path, content in files.items():
-        _write_file(path, content)
+        write_file(path, content)
 
 
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder, also of a run that goes on.")],
     out: Annotated[
-        Path | None, typer.Option("--out", callback=_new_file, help="Page to write; default RUN/report.html.")
+        Path | None, typer.Option("--out", callback=new_page, help="Page to write; default RUN/report.html.")
     ] = None,
     evaluation: Annotated[
         list[Path] | None, typer.Option("--evaluation", help="JSON of `evaluate` for this run's drafter.")
@@ -565,7 +551,8 @@ def report(
         serve_page(folder, evaluation or (), audit_json, port or 0)
         return
     path = out or folder / "report.html"
-    _write_file(path, report_page(folder, evaluation or (), audit_json))
+    keep_apart([path], [*(evaluation or []), audit_json])
+    write_file(path, report_page(folder, evaluation or (), audit_json))
     print(path)
 
 
@@ -587,14 +574,3 @@ def _load_pair(
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _write_json(path: Path | None, value: Any) -> None:
-    if path is not None:
-        _write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
-
-
-def _write_file(path: Path, content: str | bytes) -> None:
-    with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, content.encode("utf-8") if isinstance(content, str) else content)

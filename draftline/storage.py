@@ -42,9 +42,16 @@ def check_writable(path: Path) -> None:
     Raises:
         StorageError: it is a folder, or no file can be made there.
     """
-    place = next(parent for parent in path.absolute().parents if parent.exists())
-    if path.is_dir() or not place.is_dir() or not os.access(place, os.W_OK):
+    place = path if is_stream(path) else next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not (place == path or place.is_dir()) or not os.access(place, os.W_OK):
         raise StorageError(f"{path} cannot be written: name a file in a folder of yours")
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a path is a pipe, a terminal or a device: something to write to, and never to replace."""
+    if str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/")):
+        return path.exists()  # names of open files, whatever these are
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def without_nan(value: Any) -> Any:
@@ -73,11 +80,15 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write or replace one file.
+    """Write or replace one file; what is no file but a pipe or a device is written to as it is.
 
     Raises:
         StorageError: the disk is full or refuses; an older file of that name is intact.
     """
+    if is_stream(path):
+        with storage_errors(path), path.open("ab") as stream:
+            stream.write(content)
+        return
     temporary = path.with_name(TEMPORARY_PREFIX + path.name)
     with storage_errors(path):
         try:
