@@ -40,7 +40,7 @@ from draftline.target.loop import TargetForwardLoop
 from draftline.target.model import Target, load_target, resolve_device
 from draftline.train.checkpoint import CheckpointStore, read_checkpoint
 from draftline.train.display import open_display
-from draftline.train.drafter import Drafter
+from draftline.train.drafter import HELDOUT_SEED, Drafter
 from draftline.train.estimate import check_disk, estimate_run
 from draftline.train.history import AUDIT_FILE, CONFIG_FILE
 from draftline.train.log import Record, RunLog, metrics_record
@@ -355,6 +355,7 @@ class TrainingRun:
             "fingerprint": self._data.fingerprint,
             "conversations": len(self._data.training_ids),
             "heldout_conversations": len(self._data.heldout_ids),
+            "heldout_anchors_seed": HELDOUT_SEED,
             "rows": self._sampler.total_rows,
             "steps": self._sampler.total_steps,
         }

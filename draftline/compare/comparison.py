@@ -24,7 +24,7 @@ class SamePlace:
     Attributes:
         place: where.
         baseline, candidate: mean values of the two groups.
-        ratio: candidate over baseline; None where the baseline is not positive.
+        ratio: candidate over baseline; None where the baseline is not positive, or the candidate is negative.
     """
 
     place: float
@@ -99,9 +99,9 @@ class Pair:
 
     Attributes:
         baseline, candidate: names of the groups.
-        verdict: of the candidate; None where nothing of quality can be compared.
+        verdict: of the candidate; None where nothing of quality can be compared, or not how sure the difference is.
         reason: the verdict in one sentence, with its uncertainty.
-        metric: the value that the verdict is about; None without a verdict.
+        metric: the value that the verdict is about; None where there is none.
         metrics: all values compared.
         tokens_per_second: of training; None where not all runs record tokens and seconds.
     """

@@ -135,19 +135,27 @@ class Curve:
 
     @cached_property
     def scatter(self) -> tuple[float, float] | None:
-        """Relative variance of one point around its curve with its degrees of freedom; None with fewer than 5 points.
+        """Relative variance of one point around its curve with its degrees of freedom; None with too few points.
 
         From the median deviation from the line through both neighbours, so that the steep bend of a curve's beginning
         does not count; a bend everywhere counts as scatter, which is then too much rather than too little. That the
-        deviations are correlated and a median is used leaves about a quarter of the degrees of freedom.
+        deviations are correlated and a median is used leaves about a quarter of the degrees of freedom. Points at 0
+        have no relative deviation and are left out; a curve of nothing else does not scatter.
         """
         places, values = self.axes["step"], self.values
-        if len(values) < 5 or not values[1:-1].all():
+        if len(values) < 5:
             return None
+        if not values.any():
+            return 0.0, (len(values) - 2) / 4
         share = (places[2:] - places[1:-1]) / (places[2:] - places[:-2])
-        deviations = (values[1:-1] - share * values[:-2] - (1 - share) * values[2:]) / values[1:-1]
-        typical = np.median(np.abs(deviations) / np.sqrt(1 + share**2 + (1 - share) ** 2)) / NORMAL_MEDIAN
-        return float(typical**2), max(1.0, (len(values) - 2) / 4)
+        deviations = (values[1:-1] - share * values[:-2] - (1 - share) * values[2:]) / np.sqrt(
+            1 + share**2 + (1 - share) ** 2
+        )
+        known = values[1:-1] != 0
+        if known.sum() < 3:
+            return None
+        typical = np.median(np.abs(deviations[known] / values[1:-1][known])) / NORMAL_MEDIAN
+        return float(typical**2), max(1.0, float(known.sum()) / 4)
 
 
 def _monotone(values: FloatArray, rising: bool) -> FloatArray:

@@ -33,7 +33,8 @@ BLOCK_KEYS = ("drafter.block_size", "drafter.sample_from_anchor")
 TARGET_KEYS = ("target", "drafter.vocab_size", "drafter.hidden_size", "drafter.num_target_layers")
 """Whose predictions are to be met. No figure of quality can be compared where these differ."""
 
-HELDOUT_KEYS = ("data.fingerprint", "data.heldout_conversations")
+ANCHORS_KEY, ANCHORS_SEED_KEY = "config.train.num_anchors", "data.heldout_anchors_seed"
+"""What the places depend on at which held-out text is measured."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,12 @@ class Identities:
         return Identities(tuple(groups), facts)
 
     def differences(self) -> tuple[Difference, ...]:
-        """Everything in which two groups differ, in the order of `AREAS`."""
+        """Everything in which two groups differ, in the order of `AREAS`; nothing of a group without any run.json."""
+        known = [any(group) for group in self.facts]
         keys = list(dict.fromkeys(key for group in self.facts for run in group for key in run))
         found = [Difference(_area(key), key, tuple(self._values(group, key) for group in self.facts)) for key in keys]
         order = list(dict.fromkeys(AREAS.values()))
-        differing = [item for item in found if len(set(item.values)) > 1]
+        differing = [item for item in found if len({v for v, said in zip(item.values, known, strict=True) if said}) > 1]
         return tuple(sorted(differing, key=lambda item: order.index(item.area)))
 
     def differ_in(self, keys: Sequence[str]) -> list[str]:
@@ -83,14 +85,29 @@ class Identities:
 
     def notes(self) -> list[str]:
         """What limits the comparison."""
-        notes = []
-        if self.differ_in(HELDOUT_KEYS):
-            notes.append("The runs have different data: held-out values were measured on different text")
+        notes = self._heldout_notes()
         if self.differ_in(["machine.system", "machine.devices"]):
             notes.append("The runs had different machines: what is compared at the same second compares these as well")
         for name, group in zip(self.names, self.facts, strict=True):
             notes += self._group_notes(name, group)
         return notes
+
+    def _heldout_notes(self) -> list[str]:
+        """Whether held-out values answer the same questions."""
+        runs = [run for group in self.facts for run in group if run]
+        if len({_heldout_text(run) for run in runs if "data.fingerprint" in run}) > 1:
+            return ["The runs have different held-out data: held-out values were measured on different text"]
+        reasons = []
+        if self.differ_in([ANCHORS_KEY]):
+            reasons.append(f"{_short(ANCHORS_KEY)} differs")
+        if len({_heldout_seed(run) for run in runs} - {None}) > 1:
+            reasons.append("an earlier version of Draftline drew them by train.seed")
+        if not reasons:
+            return []
+        return [
+            f"Held-out values were measured at different anchors of the same text ({', and '.join(reasons)}): part "
+            "of the difference is not what was learned; the teacher-forced acceptance length does not depend on anchors"
+        ]
 
     def _group_notes(self, name: str, group: Sequence[Mapping[str, str]]) -> list[str]:
         notes = []
@@ -114,6 +131,17 @@ def _facts(identity: Mapping[str, Any]) -> dict[str, str]:
     known = ("cores", "threads_per_loop", "allowed")
     tree["session"] = {key: sessions[-1][key] for key in known if key in sessions[-1]}
     return {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(tree).items()}
+
+
+def _heldout_text(run: Mapping[str, str]) -> tuple[str | None, ...]:
+    """What decides which conversations are held out: their own data set, else the share kept back of the training's."""
+    _, plus, heldout = run.get("data.fingerprint", "").strip('"').rpartition("+")
+    share = None if plus else run.get("config.data.heldout_fraction")
+    return (heldout, share, run.get("data.heldout_conversations"))
+
+
+def _heldout_seed(run: Mapping[str, str]) -> str | None:
+    return run.get(ANCHORS_SEED_KEY, run.get(SEED))
 
 
 def _area(key: str) -> Area:

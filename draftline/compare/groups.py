@@ -105,15 +105,20 @@ def name_groups(words: Sequence[str], baseline: Sequence[str], candidate: Sequen
     for word in words:
         name, sign, listed = word.partition("=")
         whole = not sign or Path(word).exists()
-        key = word.rstrip("/") if whole else name
+        key, members = (word.rstrip("/"), [word]) if whole else (name, listed.split(","))
+        if not key or not all(members):
+            raise ConfigError(f"{word!r} leaves out a name: write a group as NAME=RUN,RUN")
         if key in groups:
-            raise ConfigError(f"{key} is named twice: name each group once, for example first={word} second={word}")
-        groups[key] = _matching([word] if whole else listed.split(","))
+            example = f"first={members[0]} second={members[0]}"
+            raise ConfigError(f"{key} is named twice: name each group once, for example {example}")
+        groups[key] = _matching(members)
     return groups
 
 
 def _matching(words: Sequence[str]) -> list[Path]:
     """Paths of runs; a word that is no path may be a pattern."""
+    if not all(words):
+        raise ConfigError("a run has no name: name an existing folder or file")
     found: list[Path] = []
     for word in words:
         patterned = any(sign in word for sign in "*?[") and not Path(word).exists()
@@ -267,7 +272,7 @@ def _along(axis: Axis, names: tuple[str, str], curves: Mapping[str, Sequence[Cur
 
 def _same_place(axis: Axis, place: float, baseline: Sequence[Curve], candidate: Sequence[Curve]) -> SamePlace:
     below, above = (float(np.mean([curve.at(axis, place) for curve in side])) for side in (baseline, candidate))
-    ratio = ratio_of_values(candidate, baseline, axis, place) if below > 0 else None
+    ratio = ratio_of_values(candidate, baseline, axis, place) if below > 0 and above >= 0 else None
     return SamePlace(place, below, above, ratio)
 
 
@@ -311,20 +316,27 @@ def _speed(baseline: Sequence[Trajectory], candidate: Sequence[Trajectory]) -> S
     return Speed(float(np.mean(below)), float(np.mean(above)), ratio_of_places(above, below))
 
 
-def _judge(found: MetricComparison, margin: float) -> tuple[Verdict, str]:
-    """The verdict and its sentence."""
+def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, str]:
+    """The verdict and its sentence; none without an interval.
+
+    Raises:
+        DataError: the ratio of the two values means nothing.
+    """
     last = found.axes["step"].same_place[-1]
     where = f"{found.metric} at step {last.place:,.0f}"
     if last.ratio is None:
-        raise DataError(f"{where} is {last.baseline:.3g} in the baseline: a ratio needs more than 0; choose --metric")
+        values = f"{last.baseline:.3g} in the baseline and {last.candidate:.3g} in the other"
+        raise DataError(f"{where} is {values}: a ratio needs more than 0 and nothing below it; choose --metric")
     ratio = last.ratio
-    low, high = (ratio.value if bound is None else bound for bound in (ratio.low, ratio.high))
+    low, high = ratio.low, ratio.high
+    if low is None or high is None:
+        return None, (
+            f"{where} is {_change(ratio.value)}, but too few measurements were made to say how sure that is: "
+            "no verdict; measure more often (train.eval_every), or give several runs a side."
+        )
     above, below = low > 1 + margin, high < 1 - margin
     verdict: Verdict = "same" if not (above or below) else "better" if above == found.rising else "worse"
-    if ratio.low is None:
-        sure = "uncertainty unknown, too few measurements"
-    else:
-        sure = f"95 % interval {_change(low)} to {_change(high)}, from {_BASES[ratio.basis]}"
+    sure = f"95 % interval {_change(low)} to {_change(high)}, from {_BASES[ratio.basis]}"
     if verdict != "same":
         claim = ""
     elif 1 - margin <= low and high <= 1 + margin:

@@ -12,7 +12,6 @@ is an error when that value is asked for, so that damage in a column nobody comp
 from __future__ import annotations
 
 import csv
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftline.errors import DataError
-from draftline.train.history import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, whole_lines
+from draftline.train.history import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, read_identity, whole_lines
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
@@ -47,6 +46,9 @@ AXIS_NAMES: Mapping[str, Axis] = {
 """Column names, in lower case, that say how far a run is; `Step` of TensorBoard's and W&B's exports among them."""
 
 EVENT_FILES = "events.out.tfevents.*"
+
+DELIMITERS = ",;\t|"
+"""Between the cells of a CSV file: the one that its header has most of."""
 
 
 class Cell(NamedTuple):
@@ -81,15 +83,17 @@ class Trajectory:
     """All that a run measured.
 
     Attributes:
-        path: where it was read.
+        path: what was named.
         cells: measurements by name of the value, in the order of the file.
         identity: content of run.json, empty for a log of another program.
+        file: where the lines are that errors count.
         notes: what a reader should know about the file: a torn line, a run that is not at its end.
     """
 
     path: Path
     cells: Mapping[str, Sequence[Cell]]
     identity: Mapping[str, Any]
+    file: Path
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -125,7 +129,7 @@ class Trajectory:
         return Series(axes, np.array([value for _, value in ordered]))
 
     def _number(self, name: str, cell: Cell) -> float:
-        return _number(cell.value, f"{self.path} line {cell.line}: {name}")
+        return _number(cell.value, f"{self.file} line {cell.line}: {name}")
 
 
 def read_trajectory(path: Path) -> Trajectory:
@@ -133,6 +137,7 @@ def read_trajectory(path: Path) -> Trajectory:
 
     Raises:
         DataError: there is nothing of that kind, or it is empty or damaged.
+        CheckpointError: run.json is damaged.
     """
     if path.is_file():
         return _read_jsonl(path, {}) if path.suffix == ".jsonl" else _read_csv(path)
@@ -155,18 +160,14 @@ def _what_is_missing(folder: Path) -> str:
 
 
 def _read_run(folder: Path) -> Trajectory:
-    path = folder / IDENTITY_FILE
-    try:
-        identity = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except (ValueError, OSError) as error:
-        raise DataError(f"{path} cannot be read ({error}): restore it, or compare {METRICS_FILE} alone") from error
+    identity = read_identity(folder)
     log = _read_jsonl(folder / METRICS_FILE, identity)
     planned = identity.get("data", {}).get("steps")
     reached = int(max(cell.step for cells in log.cells.values() for cell in cells))
-    unfinished = planned is not None and reached < planned
+    unfinished = isinstance(planned, int) and reached < planned
     ending = (f"{folder} is at step {reached:,} of {planned:,}: compared as far as it goes",) if unfinished else ()
     unknown = () if identity else (f"{folder} has no {IDENTITY_FILE}: its settings and data are not compared",)
-    return Trajectory(folder, log.cells, identity, (*log.notes, *ending, *unknown))
+    return Trajectory(folder, log.cells, identity, log.file, (*log.notes, *ending, *unknown))
 
 
 def _read_jsonl(path: Path, identity: Mapping[str, Any]) -> Trajectory:
@@ -179,12 +180,18 @@ def _read_jsonl(path: Path, identity: Mapping[str, Any]) -> Trajectory:
     if not rows:
         raise DataError(f"{path} is empty: compare again after the run has logged its first step")
     torn = f"{path} line {len(rows) + 1} is torn: {lines - len(rows)} line(s) from there on are left out"
-    return Trajectory(path, _cells(rows), identity, (torn,) if len(rows) < lines else ())
+    notes = [*([torn] if len(rows) < lines else []), *_disorder(path, rows)]
+    return Trajectory(path, _cells(rows), identity, path, tuple(notes))
 
 
 def _read_csv(path: Path) -> Trajectory:
-    table = csv.reader(_text(path).splitlines())
-    header = [name.strip() for name in next(table, [])]
+    lines = _text(path).splitlines()
+    if not any(line.strip() for line in lines):
+        raise DataError(f"{path} is empty: give a log with a step column and values")
+    table = csv.reader(lines, delimiter=max(DELIMITERS, key=lines[0].count))
+    header = [name.strip() for name in next(table)]
+    if twice := sorted({name for name in header if name and header.count(name) > 1}):
+        raise DataError(f"{path} has two columns called {twice[0]!r}: rename one")
     axes = {AXIS_NAMES[name.lower()]: name for name in reversed(header) if name.lower() in AXIS_NAMES}
     if "step" not in axes:
         raise DataError(f"{path} has no step column: its header is {','.join(header)[:200]!r}; call one column step")
@@ -197,7 +204,16 @@ def _read_csv(path: Path) -> Trajectory:
             rows.append((number, _with_axes(path, number, row, axes)))
     if not rows:
         raise DataError(f"{path} has a header but no line: nothing was measured")
-    return Trajectory(path, _cells(rows), {})
+    return Trajectory(path, _cells(rows), {}, path, tuple(_disorder(path, rows)))
+
+
+def _disorder(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[str]:
+    """What is said of lines that go back to an earlier step, as a log does to which a continued run was appended."""
+    steps = [row["step"] for _, row in rows]
+    back = [number for (number, _), before, step in zip(rows[1:], steps, steps[1:], strict=False) if step < before]
+    if not back:
+        return []
+    return [f"{path} goes back to an earlier step in line {back[0]}: of two values at one step the later line counts"]
 
 
 def _with_axes(path: Path, number: int, row: dict[str, Any], axes: Mapping[Axis, str]) -> dict[str, Any]:
@@ -229,7 +245,7 @@ def _read_events(folder: Path) -> Trajectory:
         own_name(tag): [Cell(n, step, None, time - first, value) for n, (step, time, value) in enumerate(measured, 1)]
         for tag, measured in found.items()
     }
-    return Trajectory(folder, cells, {})
+    return Trajectory(folder, cells, {}, folder)
 
 
 def own_name(tag: str) -> str:

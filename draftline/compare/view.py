@@ -46,7 +46,8 @@ def as_text(comparison: Comparison) -> RenderableType:
         parts.append(Text(pair.reason))
         parts += [_table(title, head, rows) for title, head, rows in pair_tables(pair, AXES[:1]) if rows]
         parts += _other_axes(pair)
-    parts.append(_table("What differs", ["area", "what", *comparison.groups], _difference_rows(comparison)))
+    if comparison.differences:
+        parts.append(_table("What differs", ["area", "what", *comparison.groups], _difference_rows(comparison)))
     return Group(*parts, *(Text(f"Note: {note}.") for note in comparison.notes))
 
 
@@ -86,7 +87,7 @@ def as_pictures(comparison: Comparison, place: Path) -> dict[Path, bytes]:
     panels = _panels(comparison)
     if not panels:
         raise DataError("there is no curve to draw: leave --png out, or choose a value with --metric")
-    if place.suffix == ".png":
+    if place.suffix.lower() == ".png":
         return {place: _picture(comparison, panels)}
     names = {f"{metric.replace('/', '-')}-by-{axis}.png": (metric, axis) for metric, axis in panels}
     return {place / name: _picture(comparison, [panel]) for name, panel in names.items()}

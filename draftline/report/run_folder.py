@@ -16,7 +16,15 @@ from pydantic import ValidationError
 
 from draftline.config import DFlashConfig, RunConfig, flatten
 from draftline.errors import CheckpointError
-from draftline.train.history import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, SPEED_FILE, Columns, read_columns
+from draftline.train.history import (
+    CONFIG_FILE,
+    IDENTITY_FILE,
+    METRICS_FILE,
+    SPEED_FILE,
+    Columns,
+    read_columns,
+    read_identity,
+)
 
 Row = list[str]
 State = Literal["finished", "running", "stopped", "started"]
@@ -114,7 +122,7 @@ def read_run(folder: Path) -> RunFolder:
     return RunFolder(
         folder=folder,
         settings=_mapping(folder / CONFIG_FILE),
-        identity=_mapping(folder / IDENTITY_FILE) if (folder / IDENTITY_FILE).exists() else {},
+        identity=read_identity(folder),
         metrics=read_columns(metrics),
         speed=read_columns(folder / SPEED_FILE),
         last_written=datetime.fromtimestamp(newest.stat().st_mtime, UTC),
@@ -136,10 +144,9 @@ def _damage(name: str, columns: Columns) -> str:
 
 
 def _mapping(path: Path) -> dict[str, Any]:
-    """Content of a YAML or JSON file (which is YAML, too) that holds a mapping."""
+    """Content of a YAML file that holds a mapping."""
     try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} cannot be read ({reason[:120]}): restore it from a copy") from error

@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from draftline.errors import CheckpointError
+
 FloatArray = NDArray[np.float64]
 
 CONFIG_FILE = "config.yaml"
@@ -64,6 +66,33 @@ class Columns:
             key.rpartition("/")[2]: column for key, column in self.by_name.items() if key.rpartition("/")[0] == name
         }
         return {int(place): column for place, column in found.items()}
+
+
+_SECTIONS = ("code", "versions", "machine", "data", "config", "drafter")
+"""Parts of run.json that hold values by name."""
+
+
+def read_identity(folder: Path) -> dict[str, Any]:
+    """What run.json says of a run; nothing if the run was stopped before it was written.
+
+    Raises:
+        CheckpointError: it cannot be read, or is built otherwise than `draftline train` does.
+    """
+    path = folder / IDENTITY_FILE
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{path} cannot be read ({reason[:120]}): restore it from a copy, or delete it"
+        ) from error
+    whole = isinstance(content, dict) and isinstance(content.get("sessions", []), list)
+    parts = [content.get(name, {}) for name in _SECTIONS] + content.get("sessions", []) if whole else [None]
+    if not all(isinstance(part, dict) for part in parts):
+        raise CheckpointError(f"{path} is not what `draftline train` writes: restore it from a copy, or delete it")
+    return dict(content)
 
 
 def whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

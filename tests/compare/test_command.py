@@ -138,8 +138,15 @@ def test_words_become_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         "n": [Path("a-1"), Path("b")],
     }
     assert name_groups([], ["a-*"], ["b"]) == {"A": [Path("a-1"), Path("a-2")], "B": [Path("b")]}
-    with pytest.raises(ConfigError, match="named twice"):
+    with pytest.raises(ConfigError, match=r"named twice.* first=a-1/ second=a-1/"):
         name_groups(["a-1", "a-1/"], [], [])
+    with pytest.raises(ConfigError, match=r"named twice.* first=b second=b"):
+        name_groups(["n=a-1", "n=b"], [], [])
+    for word in ("n=", "=a-1", "n=a-1,,b", ""):
+        with pytest.raises(ConfigError, match="leaves out a name"):
+            name_groups([word, "a-2"], [], [])
+    with pytest.raises(ConfigError, match="has no name"):
+        name_groups([], ["a-1"], [""])
 
 
 def test_a_page_of_long_logs_stays_small(tmp_path: Path) -> None:

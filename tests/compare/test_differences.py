@@ -10,7 +10,7 @@ import pytest
 
 from draftline.compare import compare_groups
 from draftline.compare.comparison import Comparison
-from draftline.errors import DataError
+from draftline.errors import CheckpointError, DataError
 from tests.compare.synthetic_runs import STEPS, heldout_records, write_csv, write_run
 
 CURVE = 0.3 * (1 - np.exp(-STEPS / 300))
@@ -52,8 +52,67 @@ def test_every_difference_is_listed_by_area(tmp_path: Path) -> None:
         ("environment", "machine.devices", (('["cpu"]',), ('["H200"]',))),
     ]
     said = " ".join(comparison.notes)
-    assert "different data" in said
+    assert "different held-out data" in said
     assert "different machines" in said
+
+
+def heldout_notes(folder: Path, first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    groups = {
+        name: [write_run(folder / name, heldout_records(CURVE), one)] for name, one in (("a", first), ("b", second))
+    }
+    return [note for note in compare_groups(groups).notes if "eld-out" in note]
+
+
+def drawn(anchors: int, seed: int) -> dict[str, Any]:
+    """Settings of a run, as far as its held-out anchors depend on them."""
+    return {"train": {"num_anchors": anchors, "seed": seed}}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "said"),
+    [
+        ({"config": drawn(8, 0)}, {"config": drawn(9, 0)}, "train.num_anchors differs"),
+        ({"config": drawn(8, 0)}, {"config": drawn(8, 1)}, "drew them by train.seed"),
+        ({"config": drawn(8, 1)}, {"config": drawn(8, 1)}, None),
+        (
+            {"config": drawn(8, 1), "data__heldout_anchors_seed": 0},
+            {"config": drawn(8, 2), "data__heldout_anchors_seed": 0},
+            None,
+        ),
+        ({"config": drawn(8, 3), "data__heldout_anchors_seed": 0}, {"config": drawn(8, 3)}, "drew them by train.seed"),
+        ({"data__fingerprint": "a+h"}, {"data__fingerprint": "b+h"}, None),
+        ({"data__fingerprint": "a+h"}, {"data__fingerprint": "a+i"}, "different text"),
+        ({"data__heldout_conversations": 40}, {"data__heldout_conversations": 20}, "different text"),
+        (
+            {"config": {"data": {"heldout_fraction": 0.1}}},
+            {"config": {"data": {"heldout_fraction": 0.2}}},
+            "different text",
+        ),
+    ],
+)
+def test_whether_heldout_values_answer_the_same_questions(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], said: str | None
+) -> None:
+    notes = heldout_notes(tmp_path, identity(**first), identity(**second))
+    assert len(notes) == (said is not None)
+    assert said is None or said in notes[0]
+
+
+def test_a_run_without_an_identity_differs_in_nothing_that_is_known(tmp_path: Path) -> None:
+    comparison = compared(tmp_path, {})
+    assert comparison.differences == ()
+    assert "has no run.json: its settings and data are not compared" in comparison.notes[0]
+
+
+@pytest.mark.parametrize(
+    "content", ["[]", "3", '{"data": []}', '{"config": null}', '{"sessions": {}}', '{"sessions": ["x"]}', "{"]
+)
+def test_a_damaged_identity_is_one_line(tmp_path: Path, content: str) -> None:
+    run = write_run(tmp_path / "a", heldout_records(CURVE), identity())
+    (run / "run.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"run\.json .* restore it") as caught:
+        compare_groups({"a": [run], "b": [run]})
+    assert "\n" not in str(caught.value)
 
 
 def test_equal_runs_differ_in_nothing(tmp_path: Path) -> None:

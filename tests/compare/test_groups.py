@@ -126,6 +126,29 @@ def test_too_few_groups_are_refused(tmp_path: Path) -> None:
         compare_groups({"a": [tmp_path], "b": []})
 
 
+@pytest.mark.parametrize("shift", [(-1, -0.5), (0, -0.5), (-0.5, 0)])
+def test_a_ratio_of_values_below_zero_is_refused(tmp_path: Path, shift: tuple[float, float]) -> None:
+    paths = [write_csv(tmp_path / f"{k}.csv", SMOOTH + by) for k, by in enumerate(shift)]
+    with pytest.raises(DataError, match="more than 0 and nothing below"):
+        compare_groups({"a": paths[:1], "b": paths[1:]})
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_without_an_interval_there_is_no_verdict(tmp_path: Path, count: int) -> None:
+    paths = [write_csv(tmp_path / f"{k}.csv", (1 - 0.5 * k) * SMOOTH[-count:], STEPS[-count:]) for k in range(2)]
+    pair = only_pair({"a": paths[:1], "b": paths[1:]})
+    assert pair.verdict is None
+    assert "is -50.0 %, but too few measurements" in pair.reason
+
+
+def test_points_at_zero_do_not_hide_the_scatter(tmp_path: Path) -> None:
+    late = np.where(STEPS > 300, SMOOTH, 0)
+    for k, values in enumerate((SMOOTH, 0 * SMOOTH, late)):
+        write_csv(tmp_path / f"{k}.csv", values)
+    verdicts = {k: only_pair({"a": [tmp_path / "0.csv"], "b": [tmp_path / f"{k}.csv"]}).verdict for k in (1, 2)}
+    assert verdicts == {1: "worse", 2: "same"}
+
+
 def test_a_baseline_at_zero_is_refused(tmp_path: Path) -> None:
     groups = {"a": [write_csv(tmp_path / "a.csv", 0 * SMOOTH)], "b": [write_csv(tmp_path / "b.csv", SMOOTH)]}
     with pytest.raises(DataError, match="more than 0"):

@@ -11,7 +11,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from draftline.compare import compare_groups
 from draftline.compare.trajectory import read_trajectory
-from draftline.errors import DataError
+from draftline.errors import CheckpointError, DataError
 from tests.compare.synthetic_runs import STEPS, heldout_records, write_run
 
 ACCURACY = STEPS / 2000
@@ -44,6 +44,9 @@ def test_lines_without_a_value_are_not_measurements(tmp_path: Path) -> None:
         ("accuracy,_runtime,iteration,tokens", ["0.5,3,1,10", "0.6,4,2,20"], {"step", "tokens", "seconds"}),
         ("step,loss,accuracy", ["1,3,", "1,,0.5", "2,nan,0.6"], {"step"}),
         ("\ufeffstep, accuracy", ["2,0.6", "", "1,0.4", "1,0.5"], {"step"}),
+        ("step;accuracy;tokens", ["1;0.5;10", "2;0.6;20"], {"step", "tokens"}),
+        ("step\taccuracy", ["1\t0.5", "2\t0.6"], {"step"}),
+        ("step | accuracy", ["1 | 0.5", "2 | 0.6"], {"step"}),
     ],
 )
 def test_csv_files(tmp_path: Path, header: str, lines: list[str], axes: set[str]) -> None:
@@ -98,10 +101,28 @@ def test_a_run_that_still_goes_on_says_how_far_it_is(tmp_path: Path) -> None:
     assert "is at step 1,000 of 1,571" in read_trajectory(run).notes[0]
 
 
+def test_lines_out_of_order_are_said(tmp_path: Path) -> None:
+    for name, text in (("a.csv", "step,x\n1,1\n2,2\n1,3\n"), ("a.jsonl", '{"step": 2, "x": 1}\n{"step": 1, "x": 3}\n')):
+        (tmp_path / name).write_text(text)
+        run = read_trajectory(tmp_path / name)
+        assert "goes back to an earlier step in line" in run.notes[0]
+        assert run.series("x").values[0] == 3
+
+
+def test_damage_is_placed_in_the_file_that_has_it(tmp_path: Path) -> None:
+    records = heldout_records(ACCURACY)
+    records[2]["heldout_accuracy"] = "high"
+    run = write_run(tmp_path / "run", records)
+    with pytest.raises(DataError, match=r"run/metrics\.jsonl line 3: heldout_accuracy is 'high'"):
+        read_trajectory(run).series("heldout_accuracy")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("log.csv", "", "no step column"),
+        ("log.csv", "", "is empty"),
+        ("log.csv", "\n \n", "is empty"),
+        ("log.csv", "step,accuracy,accuracy\n1,0.5,0.6", "has two columns called 'accuracy'"),
         ("log.csv", "time,accuracy\n1,0.5", "no step column: its header is 'time,accuracy'"),
         ("log.csv", "step,accuracy\n", "nothing was measured"),
         ("log.csv", "step,accuracy\n1,0.5\nsoon,0.6", "line 3: step is 'soon', which is no number"),
@@ -136,8 +157,10 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
         read_trajectory(tmp_path)
     (tmp_path / "metrics.jsonl").write_text(json.dumps(heldout_records(ACCURACY)[0]) + "\n")
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(DataError, match=r"run\.json cannot be read"):
+    with pytest.raises(CheckpointError, match=r"run\.json cannot be read"):
         read_trajectory(tmp_path)
+    (tmp_path / "run.json").write_text('{"data": {"steps": "many"}}')
+    assert read_trajectory(tmp_path).notes == ()
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="no UTF-8"):
         read_trajectory(tmp_path / "binary.csv")
