@@ -100,6 +100,7 @@ class Pair:
     Attributes:
         baseline, candidate: names of the groups.
         verdict: of the candidate; None where nothing of quality can be compared, or not how sure the difference is.
+        decided: false where "same" says no more than that the interval is too wide for another word.
         reason: the verdict in one sentence, with its uncertainty.
         metric: the value that the verdict is about; None where there is none.
         metrics: all values compared.
@@ -109,10 +110,18 @@ class Pair:
     baseline: str
     candidate: str
     verdict: Verdict | None
+    decided: bool
     reason: str
     metric: str | None
     metrics: Mapping[str, MetricComparison]
     tokens_per_second: Speed | None
+
+    @property
+    def words(self) -> str:
+        """The verdict as people read it."""
+        if self.verdict is None:
+            return "no verdict"
+        return self.verdict if self.decided else "same, as far as these runs show"
 
     @property
     def ratio(self) -> Estimate | None:

@@ -250,9 +250,9 @@ def _pair(
             raise DataError(f"{baseline} and {candidate} have {metric} at no common step: nothing can be compared")
     speed = _speed(runs[baseline], runs[candidate])
     if chosen is None:
-        return Pair(baseline, candidate, None, "No verdict: see the notes.", None, metrics, speed)
-    verdict, reason = _judge(metrics[chosen], margin)
-    return Pair(baseline, candidate, verdict, reason, chosen, metrics, speed)
+        return Pair(baseline, candidate, None, False, "No verdict: see the notes.", None, metrics, speed)
+    verdict, decided, reason = _judge(metrics[chosen], margin)
+    return Pair(baseline, candidate, verdict, decided, reason, chosen, metrics, speed)
 
 
 def _along(axis: Axis, names: tuple[str, str], curves: Mapping[str, Sequence[Curve]]) -> AxisComparison | None:
@@ -316,8 +316,8 @@ def _speed(baseline: Sequence[Trajectory], candidate: Sequence[Trajectory]) -> S
     return Speed(float(np.mean(below)), float(np.mean(above)), ratio_of_places(above, below))
 
 
-def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, str]:
-    """The verdict and its sentence; none without an interval.
+def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, bool, str]:
+    """The verdict, whether it is decided, and its sentence; no verdict without an interval.
 
     Raises:
         DataError: the ratio of the two values means nothing.
@@ -330,20 +330,27 @@ def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, str]
     ratio = last.ratio
     low, high = ratio.low, ratio.high
     if low is None or high is None:
-        return None, (
-            f"{where} is {_change(ratio.value)}, but too few measurements were made to say how sure that is: "
-            "no verdict; measure more often (train.eval_every), or give several runs a side."
+        return (
+            None,
+            False,
+            (
+                f"{where} is {_change(ratio.value)}, but too few measurements were made to say how sure that is: "
+                "no verdict; measure more often (train.eval_every), or give several runs a side."
+            ),
         )
     above, below = low > 1 + margin, high < 1 - margin
     verdict: Verdict = "same" if not (above or below) else "better" if above == found.rising else "worse"
     sure = f"95 % interval {_change(low)} to {_change(high)}, from {_BASES[ratio.basis]}"
+    decided = verdict != "same" or (1 - margin <= low and high <= 1 + margin)
     if verdict != "same":
         claim = ""
-    elif 1 - margin <= low and high <= 1 + margin:
+    elif decided:
         claim = f"; any difference lies within the margin of {margin:.0%}"
+    elif low > 1 or high < 1:
+        claim = f"; there is a difference, but one beyond the margin of {margin:.0%} is not shown, nor excluded"
     else:
         claim = f"; a difference beyond the margin of {margin:.0%} is not shown, nor excluded"
-    return verdict, f"{where} is {_change(ratio.value)} ({sure}){claim}."
+    return verdict, decided, f"{where} is {_change(ratio.value)} ({sure}){claim}."
 
 
 _BASES = {

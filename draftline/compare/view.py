@@ -42,7 +42,7 @@ def as_text(comparison: Comparison) -> RenderableType:
     parts: list[RenderableType] = []
     for pair in comparison.pairs:
         style = {"better": "bold green", "worse": "bold red"}.get(str(pair.verdict), "bold")
-        parts.append(Text(f"{pair.candidate} against {pair.baseline}: {pair.verdict or 'no verdict'}", style))
+        parts.append(Text(f"{pair.candidate} against {pair.baseline}: {pair.words}", style))
         parts.append(Text(pair.reason))
         parts += [_table(title, head, rows) for title, head, rows in pair_tables(pair, AXES[:1]) if rows]
         parts += _other_axes(pair)

@@ -86,7 +86,7 @@ def test_less_loss_is_better(tmp_path: Path) -> None:
 def test_a_small_difference_that_is_sure_is_still_the_same(tmp_path: Path) -> None:
     groups = runs(tmp_path, SMOOTH * 1.015)
     pair = only_pair(groups)
-    assert pair.verdict == "same"
+    assert (pair.verdict, pair.decided, pair.words) == ("same", True, "same")
     assert "within the margin" in pair.reason
     assert only_pair(groups, margin=0.001).verdict == "better"
 
@@ -95,8 +95,15 @@ def test_a_wide_interval_is_said_to_be_wide(tmp_path: Path) -> None:
     rng = np.random.default_rng(5)
     noisy = SMOOTH * (1 + 0.1 * rng.standard_normal(len(SMOOTH)))
     pair = only_pair(runs(tmp_path, noisy))
-    assert pair.verdict == "same"
+    assert (pair.verdict, pair.decided, pair.words) == ("same", False, "same, as far as these runs show")
     assert "nor excluded" in pair.reason
+    assert "there is a difference" not in pair.reason
+
+
+def test_a_difference_that_may_be_smaller_than_the_margin_is_told_from_none(tmp_path: Path) -> None:
+    pair = only_pair(runs(tmp_path, SMOOTH * 1.03), margin=0.03)
+    assert (pair.verdict, pair.decided) == ("same", False)
+    assert "there is a difference" in pair.reason
 
 
 def test_notes_say_what_the_number_of_runs_allows(tmp_path: Path) -> None:
