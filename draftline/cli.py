@@ -39,6 +39,9 @@ DTYPE_HELP = "auto: float32 on CPU, else as stored."
 TargetDtype = Annotated[DtypeName, typer.Option("--target-dtype", help=DTYPE_HELP)]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the target.")]
+Recipe = Annotated[str | None, typer.Option("--recipe", help="published (the default), small-model or quickstart.")]
+MaybeTrust = Annotated[bool | None, typer.Option("--trust-remote-code", help="Run code that ships with the target.")]
+InitFrom = Annotated[Path | None, typer.Option("--init-from", help="A drafter of any trainer, to train further.")]
 ReaderName = Literal["zlab", "vllm", "sglang", "llama.cpp", "speculators"]
 DraftFolder = Annotated[Path, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")]
 BaseUrl = Annotated[str | None, typer.Option("--base-url", help="A running server, up to and with /v1.")]
@@ -225,19 +228,16 @@ def train(
     settings: Annotated[
         list[str] | None, typer.Argument(help="section.key=value words, see draftline/config.py.")
     ] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", help="published (the default), small-model or quickstart.")
-    ] = None,
+    recipe: Recipe = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
+    init_from: InitFrom = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
     allow: Annotated[
         list[str] | None, typer.Option("--allow", help="Start in spite of audit findings with this code.")
     ] = None,
     target_dtype: Annotated[DtypeName | None, typer.Option("--target-dtype", help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option("--device", help="Of both halves: auto, cpu, cuda:1, ...")] = None,
-    trust_remote_code: Annotated[
-        bool | None, typer.Option("--trust-remote-code", help="Run code that ships with the target.")
-    ] = None,
+    trust_remote_code: MaybeTrust = None,
 ) -> None:
     """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
     from draftline.jobs import audit_gate, train_settings
@@ -246,6 +246,7 @@ def train(
     flags = {
         "target.name": target,
         "data.path": None if data is None else str(data),
+        "drafter.init_from": None if init_from is None else str(init_from),
         "target.dtype": target_dtype,
         "target.device": device,
         "train.device": device,
@@ -269,9 +270,7 @@ def audit(
         str | None, typer.Option("--target", help="tiny, smollm2, a folder or a hub name; of a run: its own.")
     ] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Prepared data of the run to come.")] = None,
-    recipe: Annotated[
-        str | None, typer.Option("--recipe", help="published (the default), small-model or quickstart.")
-    ] = None,
+    recipe: Recipe = None,
     config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings of the run to come.")] = None,
     select: Annotated[list[str] | None, typer.Option("--select", help="Only this code or area (TGT, DRF002).")] = None,
     ignore: Annotated[list[str] | None, typer.Option("--ignore", help="Without this code or area.")] = None,
@@ -279,9 +278,7 @@ def audit(
     json_out: JsonOut = None,
     target_dtype: Annotated[DtypeName | None, typer.Option("--target-dtype", help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")] = None,
-    trust_remote_code: Annotated[
-        bool | None, typer.Option("--trust-remote-code", help="Run code that ships with the target.")
-    ] = None,
+    trust_remote_code: MaybeTrust = None,
 ) -> int:
     """Ask whether what is trained is what will be served: exit status 0 clean, 1 errors found, 2 could not run."""
     from rich.console import Console

@@ -80,6 +80,8 @@ class DrafterConfig(_Strict):
     """Width of the MLP; none: the target's, or 3 times the hidden size for a mixture of experts."""
     start_from: Literal["random", "target_layers"] = "random"
     """Weights of the first step: drawn, or those of the target's last layers where they are of Qwen3's form."""
+    init_from: Path | None = None
+    """A drafter to train further: a run, an export, or any folder that `draftline import` reads. Its shape is kept."""
     sliding_window: int | None = Field(None, ge=2)
     """Window W in tokens of sliding layers: a query sees keys with pos_q - pos_k < W."""
     num_sliding_layers: int = Field(0, ge=0)

@@ -23,7 +23,8 @@ from draftline.data.dataset import PreparedDataset
 from draftline.data.regenerate import stop_token_ids, weights_fingerprint
 from draftline.data.sampler import IntArray, Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
-from draftline.data.vocabulary import ReducedVocabulary, count_supervised, reduce_vocabulary
+from draftline.data.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
+from draftline.draft.model import DFlashDraftModel
 from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop
 from draftline.engine.inline import InlineEngine
 from draftline.engine.replicas import frozen_target, loop_targets
@@ -32,6 +33,7 @@ from draftline.engine.signals import stop_on_signals
 from draftline.engine.threads import ThreadsEngine
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
+from draftline.export.beginning import drafter_to_continue, set_first_weights
 from draftline.progress import counting
 from draftline.records import Sample, StepMetrics
 from draftline.storage import without_nan, write_text
@@ -148,24 +150,34 @@ def train_on(
     check_same_target(out, weights_fingerprint(target.model))
     _check_data_fits(data, target)
     config = _with_threads(config, out)
-    shape = resolve_drafter_config(target, config.drafter, data.training.used_token_ids())
+    continued = drafter_to_continue(config.drafter, target)
+    if continued is None:
+        shape = resolve_drafter_config(target, config.drafter, data.training.used_token_ids())
+    else:
+        shape = continued.config
     longest = max(int(conversations.lengths.max(initial=0)) for conversations in (data.training, data.heldout))
     estimate = estimate_run(config, shape, target.dtype.itemsize, longest)
     _say(estimate.sentence())
     check_disk(out, estimate)
-    run = TrainingRun(config, out, data, target, shape)
+    run = TrainingRun(config, out, data, target, shape, continued)
     if resume:
         run.restore()
     return run.train(examination)
 
 
 def choose_vocabulary(
-    config: RunConfig, shape: DFlashConfig, conversations: Conversations, sample_ids: IntArray, target: Target
+    config: RunConfig,
+    shape: DFlashConfig,
+    conversations: Conversations,
+    sample_ids: IntArray,
+    target: Target,
+    continued: DFlashDraftModel | None = None,
 ) -> ReducedVocabulary | None:
     """The tokens that the drafter of a run can say, none if it can say all: a function of data and target.
 
     Args:
         conversations, sample_ids: what is trained on.
+        continued: the drafter that is trained further; what it can say stays.
 
     Raises:
         ConfigError: other settings have no meaning for a reduced vocabulary, or it is too small.
@@ -178,8 +190,10 @@ def choose_vocabulary(
             "set loss.labels=target, or leave drafter.draft_vocab_size out"
         )
     sent_beside_states(config)
-    always = stop_token_ids(target.model, target.tokenizer) if target.tokenizer is not None else frozenset()
     counts_V = count_supervised(conversations, sample_ids, target.vocab_size)
+    if continued is not None and continued.kept_ids is not None:
+        return ReducedVocabulary(continued.kept_ids, coverage_of(counts_V, continued.kept_ids))
+    always = stop_token_ids(target.model, target.tokenizer) if target.tokenizer is not None else frozenset()
     return reduce_vocabulary(counts_V, shape.draft_vocab_size, always)
 
 
@@ -188,9 +202,18 @@ class TrainingRun:
 
     Arguments:
         folder: run folder; nothing is written before `train`.
+        continued: the drafter whose weights and vocabulary the run starts from; none: it begins its own.
     """
 
-    def __init__(self, config: RunConfig, folder: Path, data: RunData, target: Target, shape: DFlashConfig) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        folder: Path,
+        data: RunData,
+        target: Target,
+        shape: DFlashConfig,
+        continued: DFlashDraftModel | None = None,
+    ) -> None:
         self._config, self._folder, self._data, self._target, self._shape = config, folder, data, target, shape
         self._device = drafter_device(config.train.device)
         self._sampler = Sampler(
@@ -202,7 +225,7 @@ class TrainingRun:
             max_steps=config.train.max_steps,
             seed=config.train.seed,
         )
-        self._vocabulary = choose_vocabulary(config, shape, data.training, data.training_ids, target)
+        self._vocabulary = choose_vocabulary(config, shape, data.training, data.training_ids, target, continued)
         kept_ids = None if self._vocabulary is None else self._vocabulary.kept_ids
         self._drafter = Drafter(
             config=config,
@@ -211,8 +234,7 @@ class TrainingRun:
             frozen=frozen_target(target, self._device, kept_ids),
             device=self._device,
         )
-        if config.drafter.start_from == "target_layers":
-            self._drafter.model.start_from_layers(target.decoder_layers, target.final_norm)
+        set_first_weights(self._drafter.model, config.drafter, target, continued)
         self._checkpoints = CheckpointStore(folder, config.train.keep_last)
         self._state = TrainState(StepMetrics.zero(shape.block_size))
         self._stores: dict[str, StatesStore] = {}

@@ -48,6 +48,11 @@ def test_flags_that_are_not_given_leave_the_file_alone(tmp_path: Path, started: 
     assert started[1].target.trust_remote_code
 
 
+def test_a_drafter_to_train_further_is_a_setting(tmp_path: Path, started: list[RunConfig]) -> None:
+    assert train(tmp_path / "run", "--target", "tiny", "--init-from", "theirs") == 0
+    assert started[0].drafter.init_from == Path("theirs")
+
+
 def test_one_flag_places_both_halves_unless_a_setting_does(tmp_path: Path, started: list[RunConfig]) -> None:
     words = ("--target", "tiny", "--data", "d", "--device", "cpu")
     assert train(tmp_path / "run", *words) == train(tmp_path / "run", *words, "train.device=cuda:1") == 0

@@ -16,11 +16,13 @@ from draftline.audit.finding import Finding
 from draftline.audit.live import live_subject, prepared_data
 from draftline.audit.report import AuditReport, run_audit
 from draftline.audit.subject import AuditSubject, PreparedData
-from draftline.config import DFlashConfig, DrafterConfig, RunConfig, TargetConfig
+from draftline.config import DFlashConfig, RunConfig, TargetConfig
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import choose_conversations
+from draftline.draft.model import DFlashDraftModel
 from draftline.engine.replicas import frozen_target
 from draftline.errors import CheckpointError, ConfigError, TargetError
+from draftline.export.beginning import drafter_to_continue, set_first_weights, settings_of
 from draftline.export.facts import Given
 from draftline.export.folder import read_config, read_files
 from draftline.export.importing import checkpoint_folder, load_drafter
@@ -52,20 +54,28 @@ def subject_of_run(config: RunConfig, target: Target) -> AuditSubject:
     """The subject for a run that has not started: the drafter has its first weights."""
     dataset = None if config.data.path is None else PreparedDataset.open(config.data.path)
     used = None if dataset is None else dataset.used_token_ids()
-    shape = resolve_drafter_config(target, config.drafter, used)
+    continued = drafter_to_continue(config.drafter, target)
+    shape = resolve_drafter_config(target, config.drafter, used) if continued is None else continued.config
     device = drafter_device(config.train.device)
-    kept_ids = _kept_ids(config, shape, dataset, target)
+    kept_ids = _kept_ids(config, shape, dataset, target, continued)
     frozen = frozen_target(target, device, kept_ids)
     drafter = Drafter(config=config, shape=shape, total_steps=1, frozen=frozen, device=device)
-    if config.drafter.start_from == "target_layers":
-        drafter.model.start_from_layers(target.decoder_layers, target.final_norm)
+    set_first_weights(drafter.model, config.drafter, target, continued)
     return live_subject(config, target, drafter.model, _prepared(config))
 
 
-def _kept_ids(config: RunConfig, shape: DFlashConfig, data: PreparedDataset | None, target: Target) -> Tensor | None:
+def _kept_ids(
+    config: RunConfig,
+    shape: DFlashConfig,
+    data: PreparedDataset | None,
+    target: Target,
+    continued: DFlashDraftModel | None,
+) -> Tensor | None:
     """The reduced vocabulary that the run will choose."""
     if shape.draft_vocab_size is None:
         return None
+    if continued is not None:
+        return continued.kept_ids
     if data is None:
         raise ConfigError("drafter.draft_vocab_size chooses tokens by their frequency in the data: give --data")
     chosen = choose_conversations(config, data, _heldout(config))
@@ -137,21 +147,7 @@ def _unusable(evidence: str, mend: str) -> Finding:
 
 def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:
     """Settings under which a drafter of this shape would be trained."""
-    sliding = sum(kind == "sliding_attention" for kind in shape.layer_types)
-    return RunConfig(
-        target=TargetConfig(name=target.name),
-        drafter=DrafterConfig(
-            num_layers=shape.num_hidden_layers,
-            block_size=shape.block_size,
-            num_captured_layers=len(shape.target_layer_ids),
-            target_layer_ids=shape.target_layer_ids,
-            mask_token_id=shape.mask_token_id,
-            sample_from_anchor=shape.sample_from_anchor,
-            sliding_window=shape.sliding_window if sliding else None,
-            num_sliding_layers=sliding,
-            draft_vocab_size=shape.draft_vocab_size,
-        ),
-    )
+    return RunConfig(target=TargetConfig(name=target.name), drafter=settings_of(shape))
 
 
 def _prepared(config: RunConfig) -> PreparedData | None:
