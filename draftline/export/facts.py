@@ -173,7 +173,9 @@ _MEANING = {
 
 def _settled(name: str, found: T | None, given: T | None, where: str) -> T:
     if found is None and given is None:
-        raise CheckpointError(f"{where} has no {name}, which says {_MEANING[name]}: state it to `draftline import` with {_OPTIONS[name]}")
+        raise CheckpointError(
+            f"{where} has no {name}, which says {_MEANING[name]}: state it to `draftline import` with {_OPTIONS[name]}"
+        )
     if found is not None and given is not None and found != given:
         raise CheckpointError(f"{where}: {name} is {found!r} there and {given!r} was given: leave out {_OPTIONS[name]}")
     return given if found is None else found  # type: ignore[return-value]  # one of them is there
