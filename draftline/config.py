@@ -199,15 +199,15 @@ class DFlashConfig(_Strict):
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    rms_norm_eps: float
+    rms_norm_eps: float = Field(gt=0)
     rope_parameters: dict[str, Any]
     """`rope_type`, `rope_theta` and the numbers of a scaling, as in transformers 5; no partial or multimodal rope."""
     max_position_embeddings: int
     layer_types: tuple[LayerType, ...]
-    sliding_window: int | None
+    sliding_window: int | None = Field(ge=1)
     sliding_window_causal: bool = True
     """Slots of a sliding layer see only earlier slots of their block, as z-lab, vLLM and SGLang run them."""
-    block_size: int
+    block_size: int = Field(ge=2)
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int

@@ -34,6 +34,7 @@ _COPIED = (
 
 _OTHER_MODELS = {
     "attention_bias": (False, "biases in its attention"),
+    "mlp_bias": (False, "biases in its MLP"),
     "hidden_act": ("silu", "another activation"),
     "quantization_config": (None, "quantised weights"),
     "projector_type": (None, "a correction head"),
@@ -41,6 +42,7 @@ _OTHER_MODELS = {
     "enable_confidence_head": (False, "the confidence head of DSpark"),
     "use_confidence_head": (False, "the confidence head of DSpark"),
     "attention_sink_bias": (False, "learned attention sinks"),
+    "attention_value_scale": (1.0, "scaled attention values"),
     "conv_kernel_size": (0, "the convolutions of DFlash 2"),
     "selector_rank": (0, "the candidate selector of DFlash 2"),
     "enable_d2_feature": (False, "features of real prefix tokens"),
@@ -101,11 +103,14 @@ def resolve(facts: Facts, given: Given) -> DFlashConfig:
     if missing:
         raise CheckpointError(f"{where} has no {missing[0]}: add it, or export the drafter again")
     heads = stack["num_attention_heads"]
+    head_dim = stack.get("head_dim") or stack["hidden_size"] // heads
+    if stack.get("v_head_dim") not in (None, head_dim):
+        raise CheckpointError(f"{where}: v_head_dim {stack['v_head_dim']} differs from {head_dim}: not computed here")
     layout = _settled("sample_from_anchor", facts.sample_from_anchor, given.sample_from_anchor, where)
     try:
         config = DFlashConfig(
             **{name: stack[name] for name in _COPIED},
-            head_dim=stack.get("head_dim") or stack["hidden_size"] // heads,
+            head_dim=head_dim,
             rope_parameters=rope_parameters(stack, where),
             layer_types=facts.layer_types,
             sliding_window=facts.sliding_window,
@@ -172,6 +177,8 @@ _MEANING = {
 
 
 def _settled(name: str, found: T | None, given: T | None, where: str) -> T:
+    if isinstance(found, str):  # "false" is true to some readers and false to others
+        raise CheckpointError(f"{where}: {name} is the text {found!r}: write the value itself, without quotes")
     if found is None and given is None:
         raise CheckpointError(
             f"{where} has no {name}, which says {_MEANING[name]}: state it to `draftline import` with {_OPTIONS[name]}"

@@ -33,6 +33,9 @@ SHAPE_KEY = "draftline"
 """Entry of the safetensors header that repeats the drafter's whole shape, for formats that have no place for all of it
 and to notice a `config.json` that was changed or exchanged afterwards."""
 
+_FLOATS = ("float32", "bfloat16", "float16")
+"""Number formats that float32 holds exactly."""
+
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -161,9 +164,12 @@ def build_drafter(config: DFlashConfig, tensors: Mapping[str, Tensor], where: st
     for names, word in ((missing, "misses"), (unexpected, "has unknown")):
         if names:
             raise CheckpointError(
-                f"{where} {word} {len(names)} tensors, first {names[0]}: it is no drafter of this shape"
+                f"{where} {word} {len(names)} tensors, first {names[0]}: it is no drafter of this shape; "
+                "copy it again, with the config.json and the names it was trained with"
             )
     for name, tensor in tensors.items():
+        if tensor.is_floating_point() != wanted[name].is_floating_point():
+            raise CheckpointError(f"{where}: {name} is stored as {tensor.dtype}: copy or export the drafter again")
         if tensor.shape != wanted[name].shape:
             raise CheckpointError(
                 f"{where}: {name} is {list(tensor.shape)}, config.json asks for {list(wanted[name].shape)}: "
@@ -243,11 +249,15 @@ def _written_shape(header: Mapping[str, str], folder: Path) -> DFlashConfig | No
 
 def _check_dtype(files: DrafterFiles) -> None:
     """What `config.json` calls the dtype is what servers cast to, so it must be that of the weights."""
-    said = files.tree.get("dtype", files.tree.get("torch_dtype"))
+    said = {name: files.tree[name] for name in ("dtype", "torch_dtype") if files.tree.get(name) is not None}
     floats = {
         str(tensor.dtype).removeprefix("torch.") for tensor in files.tensors.values() if tensor.is_floating_point()
     }
     if len(floats) > 1:
         raise CheckpointError(f"{files.folder} mixes {' and '.join(sorted(floats))} weights: convert them to one")
-    if said is not None and floats and floats != {said}:
-        raise CheckpointError(f"{files.where}: dtype is {said!r}, the weights are {floats.pop()}: mend the file")
+    found = ", ".join(sorted(floats))
+    other = next((name for name, dtype in said.items() if floats and floats != {dtype}), None)
+    if other is not None:
+        raise CheckpointError(f"{files.where}: {other} is {said[other]!r}, the weights are {found}: mend the file")
+    if not floats <= set(_FLOATS):
+        raise CheckpointError(f"{files.folder} has {found} weights: convert them to one of {', '.join(_FLOATS)}")

@@ -112,7 +112,15 @@ def our_tensors(files: DrafterFiles, form: Format) -> tuple[dict[str, Tensor], d
         )
     targets = {name: files.tensors[name] for name in _TARGETS_OWN.get(form, ()) if name in files.tensors}
     own = {name: tensor for name, tensor in files.tensors.items() if name not in targets}
-    return ({_torchspec_name(name): tensor for name, tensor in own.items()} if form == "torchspec" else own), targets
+    if form != "torchspec":
+        return own, targets
+    twice = sorted(name for name in own if _torchspec_name(name) != name and _torchspec_name(name) in own)
+    if twice:
+        raise CheckpointError(
+            f"{files.folder} has {twice[0]} and {_torchspec_name(twice[0])}, two names of the same tensor: "
+            "remove what does not belong"
+        )
+    return {_torchspec_name(name): tensor for name, tensor in own.items()}, targets
 
 
 def _torchspec_name(name: str) -> str:

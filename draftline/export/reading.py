@@ -46,6 +46,12 @@ def facts_of(files: DrafterFiles, form: Format) -> Facts:
         "deepspec": _deepspec_facts,
         "speculators": _speculators_facts,
     }
+    size, rows = files.tree.get("draft_vocab_size"), files.tree.get("vocab_size")
+    if form != "speculators" and size not in (None, rows):
+        raise CheckpointError(
+            f"{files.where}: draft_vocab_size is {size} of {rows}, and this format has no place for a reduced "
+            "vocabulary: remove the key if the drafter has none"
+        )
     try:
         return readers[form](files) if form in readers else _nested_facts(files, form)
     except (TypeError, ValueError) as error:
@@ -87,7 +93,7 @@ def _nested_facts(files: DrafterFiles, form: Format) -> Facts:
         layer_types=types,
         sliding_window=window,
         sliding_window_causal=_sliding_causal(tree, nested, types, form, where),
-        scales={name: nested[name] for name in _SCALES if name in nested},
+        scales=_scales(tree, nested, where),
     )
 
 
@@ -111,6 +117,13 @@ def _nested_layers(
     if not nested.get("use_swa") and tree.get("use_sliding_window") is False:
         raise CheckpointError(f"{where}: use_sliding_window is false beside sliding layers: set it to true")
     return types, window
+
+
+def _scales(tree: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """z-lab's reader looks for them in both places."""
+    places = {name: {"dflash_config": nested.get(name), "the top level": tree.get(name)} for name in _SCALES}
+    said = {name: agreed(name, values, where) for name, values in places.items()}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def _sliding_causal(
@@ -194,6 +207,7 @@ def _speculators_facts(files: DrafterFiles) -> Facts:
         ids = from_aux_hidden_state_layer_ids(tree.get("aux_hidden_state_layer_ids") or ())
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from error
+    _check_proposal(tree, where)
     types = _layer_types(stack, where)
     sliding = "sliding_attention" in types
     if sliding and stack.get("sliding_window") is None:
@@ -216,10 +230,27 @@ def _speculators_facts(files: DrafterFiles) -> Facts:
     )
 
 
+def _check_proposal(tree: Mapping[str, Any], where: str) -> None:
+    """Fewer tokens than the block has may be proposed, more are positions that were never trained."""
+    methods = (tree.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    proposed, size = methods[0].get("speculative_tokens"), tree.get("block_size")
+    if proposed is None or size is None:
+        return
+    drafted = size if tree.get("sample_from_anchor") else size - 1
+    if proposed > drafted:
+        raise CheckpointError(
+            f"{where}: speculative_tokens is {proposed}, and a block_size of {size} drafts {drafted}: "
+            "one of the two is wrong; mend it"
+        )
+
+
 def _layer_types(tree: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """As written, else as transformers fills them in for a Qwen3 configuration, which is what readers do."""
     types = tree.get("layer_types")
     if types is None:
-        return ("full_attention",) * int(tree.get("num_hidden_layers") or 0)
+        layers, full = int(tree.get("num_hidden_layers") or 0), int(tree.get("max_window_layers", 28))
+        slides = bool(tree.get("use_sliding_window")) and tree.get("sliding_window") is not None
+        return tuple("sliding_attention" if slides and i >= full else "full_attention" for i in range(layers))
     unknown = next((kind for kind in types if kind not in LAYER_TYPES), None)
     if unknown is not None:
         raise CheckpointError(f"{where}: layer type {unknown!r} is unknown: known are {', '.join(LAYER_TYPES)}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3Config
 
 from draftline.errors import CheckpointError, DraftlineError, TargetError
 from draftline.export.facts import Given
@@ -108,6 +109,13 @@ def drop(path: str) -> Callable[[Tree], None]:
     return edit
 
 
+def slide(window: int) -> Callable[[Tree], None]:
+    """Make the first layer slide."""
+    return lambda tree: tree.update(
+        layer_types=["sliding_attention", FULL[0]], use_sliding_window=True, sliding_window=window, is_causal=None
+    )
+
+
 WRONG: list[tuple[str, Callable[[Tree], None], str]] = [
     ("zlab", put("dflash_config.block_size", 5), "block_size is 5 in dflash_config, 4 in the top level"),
     ("zlab", put("dflash_config.target_layer_ids", [1, 3, 6]), "the last layer"),
@@ -153,6 +161,19 @@ WRONG: list[tuple[str, Callable[[Tree], None], str]] = [
     ("speculators", drop("sample_from_anchor"), "--sample-from-anchor"),
     ("speculators", put("target_hidden_size", 48), "target_hidden_size"),
     ("zlab", put("architectures", ["LlamaForCausalLM"]), "no known drafter"),
+    ("zlab", put("torch_dtype", "bfloat16"), "torch_dtype is 'bfloat16', the weights are float32"),
+    ("zlab", put("draft_vocab_size", 32), "draft_vocab_size is 32 of 40"),
+    ("zlab", put("mlp_bias", True), "biases in its MLP"),
+    ("zlab", put("attention_value_scale", 0.6), "scaled attention values"),
+    ("zlab", put("v_head_dim", 4), "v_head_dim 4 differs from 8"),
+    ("zlab", put("rms_norm_eps", 0.0), "rms_norm_eps"),
+    ("zlab", put("dflash_config.sample_from_anchor", "false"), "without quotes"),
+    ("zlab", slide(0), "sliding_window"),
+    ("modelopt", put("block_size", 1), "block_size"),
+    ("torchspec", put("draft_vocab_size", 32), "draft_vocab_size is 32 of 40"),
+    ("deepspec", put("block_size", "4"), "text '4'"),
+    ("speculators", put("block_size", 3), "speculative_tokens is 3, and a block_size of 3 drafts 2"),
+    ("speculators", put("transformer_layer_config.rms_norm_eps", -1e-6), "rms_norm_eps"),
     ("zlab", put("architectures", "DFlashDraftModel"), "no known drafter"),
 ]
 
@@ -195,6 +216,50 @@ def test_a_renamed_or_missing_tensor_is_refused(tmp_path: Path, form: str) -> No
     folder = write(tmp_path / "foreign", CONTRACTS[form](), tensors)
     with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight"):
         load_drafter(folder, Given(num_target_layers=7) if form == "speculators" else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float64, torch.float8_e4m3fn])
+def test_weights_in_a_number_format_that_is_not_a_drafters_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    tree = CONTRACTS["zlab"]()
+    del tree["dtype"]
+    tensors = {name: tensor.to(dtype) for name, tensor in tensors_of("zlab", make_drafter()).items()}
+    with pytest.raises(CheckpointError, match=str(dtype).removeprefix("torch.")):
+        load_drafter(write(tmp_path / "foreign", tree, tensors))
+
+
+def test_one_tensor_under_two_trainers_names_is_refused(tmp_path: Path) -> None:
+    tensors = tensors_of("torchspec", make_drafter())
+    tensors["fc.weight"] = tensors["context_proj.weight"] + 1
+    with pytest.raises(CheckpointError, match=r"has context_proj\.weight and fc\.weight"):
+        load_drafter(write(tmp_path / "foreign", CONTRACTS["torchspec"](), tensors))
+
+
+@pytest.mark.parametrize("form", ["zlab", "speculators", "deepspec"])
+def test_layer_types_that_are_not_written_are_those_that_transformers_fills_in(tmp_path: Path, form: str) -> None:
+    tree = CONTRACTS[form]()
+    stack = tree["transformer_layer_config"] if form == "speculators" else tree
+    stack |= {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    del stack["layer_types"]
+    tree.pop("is_causal", None)
+    folder = write(tmp_path / "foreign", tree, tensors_of(form, make_drafter()))
+    wanted = Qwen3Config.from_dict(stack).layer_types
+    assert wanted == ["full_attention", "sliding_attention"]
+    if form == "deepspec":
+        with pytest.raises(CheckpointError, match="writes full layers only"):
+            load_drafter(folder)
+        return
+    config = load_drafter(folder, Given(num_target_layers=7) if form == "speculators" else None).config
+    assert (list(config.layer_types), config.sliding_window) == (wanted, 6)
+
+
+def test_scales_are_found_where_the_reader_of_zlab_looks(tmp_path: Path) -> None:
+    tree = CONTRACTS["zlab"]() | {"final_logit_softcapping": 30.0}
+    folder = write(tmp_path / "foreign", tree, tensors_of("zlab", make_drafter()))
+    assert load_drafter(folder).config.final_logit_softcapping == 30.0
+    tree["dflash_config"]["final_logit_softcapping"] = 20.0
+    (folder / "config.json").write_text(json.dumps(tree))
+    with pytest.raises(CheckpointError, match=r"20\.0 in dflash_config, 30\.0 in the top level"):
+        load_drafter(folder)
 
 
 def test_a_class_name_alone_does_not_tell_the_slot_layout(tmp_path: Path) -> None:
