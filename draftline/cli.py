@@ -319,7 +319,9 @@ def evaluate(
     ] = None,
     draft: Annotated[Path | None, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")] = None,
     base_url: BaseUrl = None,
-    concurrency: Annotated[str, typer.Option(help="With --base-url: requests at once, a level each: 1,4,16.")] = "1",
+    concurrency: Annotated[
+        str | None, typer.Option(help="With --base-url: requests at once, a level each: 1,4,16; default 1.")
+    ] = None,
     model: ServerModel = None,
     api_key_env: ApiKeyEnv = None,
     max_new_tokens: MaxNewTokens = 256,
@@ -355,6 +357,7 @@ def evaluate(
         evaluate_drafter,
         parse_concurrency,
         prompts_to_evaluate,
+        refuse_server_words,
         trained_mode,
     )
 
@@ -369,10 +372,12 @@ def evaluate(
     )
     if base_url is not None:
         settings.refuse_for_server()
+    else:
+        refuse_server_words(model, api_key_env, concurrency)
     keep_apart([json_out], [*(prompts or []), *(word.partition("=")[2] for word in task or [])])
     asked = prompts_to_evaluate(prompts or [], task or [], limit)
     if base_url is not None:
-        wanted = ServerMeasurement(model, max_new_tokens, parse_concurrency(concurrency))
+        wanted = ServerMeasurement(model, max_new_tokens, parse_concurrency(concurrency or "1"))
         endpoint = Endpoint(base_url, read_api_key(api_key_env))
         target_config = _target_config(target, target_dtype, device, trust_remote_code)
         measured = evaluate_at_server(endpoint, target_config, asked, wanted)
@@ -381,7 +386,7 @@ def evaluate(
         return
     assert draft is not None
     live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
-    result = evaluate_drafter(live, drafter, asked, settings, trained_mode(draft))
+    result = evaluate_drafter(live, drafter, asked, settings, trained_mode(draft), draft)
     Console().print(result_table(result, str(draft)))
     write_json(json_out, result.to_json())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -205,17 +206,31 @@ def prompts_to_evaluate(files: Sequence[Path], tasks: Sequence[str], limit: int 
     """The prompts of files and of task sets (`NAME` or `NAME=FILE`), the first `limit` of each.
 
     Raises:
-        ConfigError: neither was given, or a task set is unknown.
+        ConfigError: neither was given, one is named twice, or a task set is unknown.
         DataError: a file or a set cannot be read or has no prompt.
     """
     if not files and not tasks:
         raise ConfigError("nothing says what to ask: give --prompts FILE or --task NAME")
     for word in tasks:
         find_task(word)  # names are refused before anything is read
+    words = [*map(str, files), *tasks]
+    if twice := [word for place, word in enumerate(words) if word in words[:place]]:
+        raise ConfigError(f"{twice[0]} is named twice, and its prompts would count twice: name it once")
     prompts = read_prompts([str(path) for path in files], limit) if files else []
     for word in tasks:
         prompts += read_task(word, limit)
     return prompts
+
+
+def refuse_server_words(model: str | None, api_key_env: str | None, concurrency: str | None) -> None:
+    """Refuse what would say nothing of a drafter that is measured in process.
+
+    Raises:
+        ConfigError: one of them was given.
+    """
+    words = {"--model": model, "--api-key-env": api_key_env, "--concurrency": concurrency}
+    if given := [name for name, value in words.items() if value is not None]:
+        raise ConfigError(f"{given[0]} is for a server: leave it out with --draft, or give --base-url instead")
 
 
 def evaluate_drafter(
@@ -224,8 +239,12 @@ def evaluate_drafter(
     prompts: Sequence[Prompt],
     settings: EvaluationSettings,
     trained: ChatMode | None = None,
+    folder: Path | None = None,
 ) -> EvaluationResult:
     """Measure a drafter on prompts; warnings go to stderr as well.
+
+    Args:
+        folder: where the drafter was read; of a run, the checkpoint is named that it offers.
 
     Raises:
         DataError: a prompt does not fit.
@@ -235,7 +254,16 @@ def evaluate_drafter(
         result = evaluate_prompts(target, draft_model, prompts, settings, trained_mode=trained, on_turn=on_turn)
     for warning in result.warnings:
         _say(f"warning: {warning}")
-    return result
+    return result if folder is None else replace(result, drafter=str(_drafter_place(folder)))
+
+
+def _drafter_place(folder: Path) -> Path:
+    """The folder itself, or the checkpoint that is read of a run, whatever link names it."""
+    checkpoint = checkpoint_folder(folder)
+    if checkpoint is None:
+        return folder
+    place = checkpoint.resolve()
+    return place if folder.is_absolute() else Path(os.path.relpath(place))
 
 
 def evaluate_at_server(
@@ -312,7 +340,8 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     _say(f"5/5 measuring on held-out prompts: {out / 'evaluate.json'}")
     drafter, prompts = drafter_for(target, out / "drafter"), read_prompts([str(out / "heldout.jsonl")])
     settings = EvaluationSettings(QUICKSTART_ANSWER_TOKENS)
-    result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(out / "drafter"))
+    folder = out / "drafter"
+    result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(folder), folder)
     write_text(out / "evaluate.json", json.dumps(result.to_json(), indent=2) + "\n")
     return trained, result
 

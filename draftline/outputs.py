@@ -18,6 +18,18 @@ PICTURES = {".jpg", ".jpeg", ".svg", ".pdf", ".webp", ".gif", ".eps", ".tif", ".
 """What somebody might expect to get instead of a PNG file."""
 
 
+OWNED = {
+    "config.json",
+    "generation_config.json",
+    "meta.json",
+    "report.json",
+    "run.json",
+    "state.json",
+    "tokenizer.json",
+}
+"""JSON files that models, drafters, prepared data and runs consist of."""
+
+
 def new_folder(path: Path) -> Path:
     """A place for a folder; raises as `storage.check_unused`."""
     check_unused(path)
@@ -86,6 +98,8 @@ def _check_file(path: Path | None, suffixes: tuple[str, ...]) -> Path | None:
     if path.name == "-":
         raise StorageError("- is no file: name one; /dev/stdout puts the result behind the table")
     check_writable(path)
+    if path.name in OWNED and path.exists():
+        raise StorageError(f"{path} belongs to what lies in {path.absolute().parent}: name another file")
     if path.is_file() and not is_stream(path) and path.suffix.lower() not in (*suffixes, ""):
         raise StorageError(f"{path} exists and is no {suffixes[0]} file: name another file, so that it is not lost")
     return path

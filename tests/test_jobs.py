@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +19,33 @@ from draftline.data.pipeline import PrepareOptions
 from draftline.data.regenerate import GenerationSettings
 from draftline.errors import AuditRefusal, ConfigError
 from draftline.target.model import load_target
+
+
+@dataclass(frozen=True)
+class Measured:
+    """As much of a result as `evaluate_drafter` looks at."""
+
+    drafter: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def test_a_result_names_the_checkpoint_that_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "evaluate_prompts", lambda *_, **__: Measured())
+    monkeypatch.chdir(tmp_path)
+    step = tmp_path / "run" / "checkpoints" / "step-000002"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    (tmp_path / "run" / "best").symlink_to("checkpoints/step-000002")
+    given: list[tuple[Path | None, str | None]] = [
+        (Path("run"), "run/checkpoints/step-000002"),
+        (Path("run/best"), "run/checkpoints/step-000002"),
+        (tmp_path / "run", str(step)),
+        (Path("exported"), "exported"),
+        (None, None),
+    ]
+    for folder, expected in given:
+        found: Any = jobs.evaluate_drafter(*cast(Any, (None, None, [], None, None)), folder)
+        assert found.drafter == expected
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ def test_an_older_result_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     for name in ("a.json", "data.csv"):
         with pytest.raises(StorageError, match=r"exists and is no \.html file"):
             new_page(tmp_path / name)
+    (tmp_path / "run.json").write_text("{}")
+    with pytest.raises(StorageError, match="belongs to what lies in"):
+        new_json(tmp_path / "run.json")
     with pytest.raises(StorageError, match="is no file"):
         new_json(Path("-"))
 

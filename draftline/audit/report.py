@@ -65,7 +65,17 @@ class AuditReport:
         """What `--json` writes."""
         return {
             "findings": [asdict(finding) for finding in self.findings],
-            "checks": [{"code": c.code, "status": c.status, "seconds": round(c.seconds, 3)} for c in self.checks],
+            "checks": [
+                {
+                    "code": c.code,
+                    "area": AREAS[c.code[:3]],
+                    "looks_for": CHECKS[c.code].title,
+                    "status": c.status,
+                    "reason": c.reason,
+                    "seconds": round(c.seconds, 3),
+                }
+                for c in self.checks
+            ],
         }
 
     def render(self, console: Console) -> None:

@@ -251,7 +251,7 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return frozenset(token_id for token_id in ids if token_id is not None)
 
 
-def weights_fingerprint(model: PreTrainedModel) -> str:
+def weights_fingerprint(model: torch.nn.Module) -> str:
     """Identity of the weights from 64 evenly spaced values of each parameter; milliseconds, even for large models."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():

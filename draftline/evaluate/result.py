@@ -97,7 +97,8 @@ class EvaluationResult:
             sampling, where there is no such walk.
         tokens_per_second: output tokens over wall-clock time with the drafter, the prompt's forward included.
         baseline_tokens_per_second: the same for plain decoding.
-        target, target_dtype: name, and number format of the weights.
+        target, target_dtype, target_weights: name, number format and fingerprint of the weights, as in run.json.
+        drafter, drafter_weights: folder that it was read from, None if it was never on disk; and fingerprint.
         mode: how the prompts were put to the target, and whether it thought.
         trained_mode: the same of the drafter's training data; None if that is not recorded.
         warnings: what makes the numbers doubtful, one sentence each.
@@ -127,6 +128,9 @@ class EvaluationResult:
     baseline_tokens_per_second: float
     target: str
     target_dtype: str
+    target_weights: str
+    drafter: str | None
+    drafter_weights: str
     settings: EvaluationSettings
     mode: ChatMode
     trained_mode: ChatMode | None

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+from rich.markup import escape
 from rich.table import Table
 
 from draftline.evaluate.acceptance import (
@@ -141,10 +142,10 @@ class ServerResult:
 def server_table(result: ServerResult) -> Table:
     """The result for people, a column per concurrency."""
     title = f"{result.program} at {result.base_url}, {result.model}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("measured")
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("measured", overflow="fold")
     for level in result.levels:
-        table.add_column(f"concurrency {level.concurrency}", justify="right")
+        table.add_column(f"concurrency {level.concurrency}", justify="right", overflow="fold")
 
     def row(what: str, *cells: str) -> None:
         table.add_row(what, *cells)

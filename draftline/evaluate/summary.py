@@ -11,7 +11,7 @@ import torch
 from draftline.data.chat_mode import ChatMode
 from draftline.data.dialogue import answer_slots
 from draftline.data.prompts import Prompt
-from draftline.data.regenerate import render_prompt
+from draftline.data.regenerate import render_prompt, weights_fingerprint
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.acceptance import (
     Acceptance,
@@ -62,6 +62,7 @@ def summarise(
     warnings = [
         *_disagreement(decoded, forced),
         *_unasked(prompts, turns, target),
+        *_repeated(prompts),
         *([] if trained_mode is None else mode_warnings(trained_mode, mode, _same_rendering(target, prompts))),
     ]
     return EvaluationResult(
@@ -92,6 +93,9 @@ def summarise(
         baseline_tokens_per_second=_rate([turn.plain for turn in turns], [turn.plain_seconds for turn in turns]),
         target=target.name,
         target_dtype=str(target.dtype).removeprefix("torch."),
+        target_weights=weights_fingerprint(target.model),
+        drafter=None,
+        drafter_weights=weights_fingerprint(draft_model),
         settings=settings,
         mode=mode,
         trained_mode=trained_mode,
@@ -191,6 +195,22 @@ def _unasked(prompts: Sequence[Prompt], turns: Sequence[DecodedTurn], target: Ta
         f"{sum(missing.values())} turns were not asked: with what was said before they exceed the "
         f"{target.config.max_position_embeddings} positions of {target.name}; the first is turn "
         f"{answered.get(first, 0) + 1} of {prompts[first].place}: lower --max-new-tokens to have all"
+    ]
+
+
+def _repeated(prompts: Sequence[Prompt]) -> list[str]:
+    """Equal prompts: their answers are equal, too, and say no more than one of them."""
+    seen: set[str] = set()
+    again: list[Prompt] = []
+    for prompt in prompts:
+        text = prompt.conversation.model_dump_json()
+        again += [prompt] if text in seen else []
+        seen.add(text)
+    if not again:
+        return []
+    return [
+        f"{len(again)} of {len(prompts)} prompts were asked before, the first is {again[0].place}: the intervals take "
+        "them for further prompts and are too narrow"
     ]
 
 

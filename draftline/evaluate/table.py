@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from rich.console import Group
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
@@ -30,10 +31,11 @@ def result_table(result: EvaluationResult, draft_name: str) -> Group:
 
 
 def _measured(result: EvaluationResult, draft_name: str) -> Table:
-    table = Table(title=f"{draft_name}: {describe_acceptance_length(result.acceptance_length)}", title_justify="left")
-    table.add_column("measured")
-    table.add_column("value", justify="right")
-    table.add_column(_INTERVAL, justify="right")
+    title = f"{draft_name}: {describe_acceptance_length(result.acceptance_length)}"
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("measured", overflow="fold")
+    table.add_column("value", justify="right", overflow="fold")
+    table.add_column(_INTERVAL, justify="right", overflow="fold")
     counts, sampling = result.counts, result.settings.sampling
     undefined = f"not defined at temperature {sampling.temperature:g}"
     equal = undefined if math.isnan(result.greedy_equal) else f"{result.greedy_equal:.1%} of {result.prompts}"
@@ -69,8 +71,8 @@ def _measured(result: EvaluationResult, draft_name: str) -> Table:
 def _by_position(result: EvaluationResult) -> Table:
     """A row per drafted token of the block; `forwards` counts those in which it was the last one that stood."""
     table = Table(title=f"by position in the block (intervals: {_INTERVAL})", title_justify="left")
-    for column in ("drafted token", "accepted", "95 %", "if all before", "95 %", "forwards"):
-        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("drafted\ntoken", "accepted", "95 %", "if all\nbefore", "95 %", "forwards"):
+        table.add_column(column, justify="right", overflow="fold")
     table.add_row("none", "", "", "", "", f"{result.accepted_histogram[0]:,}")
     rows = zip(
         result.acceptance_rate_by_position,
@@ -93,7 +95,7 @@ def _parts(title: str, parts: Sequence[Part]) -> Table:
         table.add_column(column, justify="right" if column else "left", overflow="fold")
     for part in parts:
         length, interval = _number(part.acceptance_length), _range(part.acceptance_length_interval)
-        table.add_row(part.name, f"{part.prompts:,}", f"{part.forwards:,}", length, interval)
+        table.add_row(escape(part.name), f"{part.prompts:,}", f"{part.forwards:,}", length, interval)
     return table
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -44,6 +45,12 @@ def with_code(text: str) -> Markup:
     return Markup().join(Markup("<code>{}</code>").format(p) if i % 2 else p for i, p in enumerate(parts))
 
 
+def breakable(text: str) -> Markup:
+    """Escaped text that a narrow column may break behind the signs that join words; numbers stay whole."""
+    parts = re.split(r"(?<=[/_])|(?<=\.)(?=[A-Za-z])", text)
+    return Markup("<wbr>").join(escape(part) for part in parts)
+
+
 @cache
 def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
@@ -55,4 +62,5 @@ def _environment() -> jinja2.Environment:
     )
     environment.filters["number"] = number
     environment.filters["with_code"] = with_code
+    environment.filters["breakable"] = breakable
     return environment

@@ -36,16 +36,17 @@ def read_data_summary(run: RunFolder) -> DataSummary:
     place = run.settings.get("data", {}).get("path")
     if place is None:
         return _absent("The run's settings name no prepared folder.")
-    folder = Path(place)
+    folder = Path(str(place))
     try:
         report = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))
         meta = json.loads((folder / META_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return _absent(f"The prepared folder {folder} is not here any more, or was named from another working folder.")
+        figures, reasons, lengths = _figures(run, report, meta), _reasons(report), _lengths(report)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return _absent(f"The prepared folder {folder} is not here any more, damaged, or named from elsewhere.")
     trained_on = str(run.identity.get("data", {}).get("fingerprint", "")).partition("+")[0]
     if trained_on and meta.get("fingerprint") != trained_on:
         return _absent(f"The prepared folder {folder} holds other data now than this run was trained on.")
-    return DataSummary("", _figures(run, report, meta), _reasons(report), _lengths(report))
+    return DataSummary("", figures, reasons, lengths)
 
 
 def _absent(reason: str) -> DataSummary:

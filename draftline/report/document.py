@@ -96,6 +96,7 @@ def cards(run: RunFolder, evaluations: Sequence[Evaluation]) -> list[tuple[str, 
         if len(values):
             entries.append((name, number(float(values[-1])), remark))
     for one in evaluations:
-        low, high = one.interval
-        entries.append(("acceptance length, decoded", number(one.acceptance_length), f"95 %: {low:.2f} to {high:.2f}"))
+        if one.acceptance_length is not None:
+            remark = "" if one.interval is None else "95 %: {:.2f} to {:.2f}".format(*one.interval)
+            entries.append(("acceptance length, decoded", number(one.acceptance_length), remark))
     return entries

@@ -53,7 +53,9 @@ class Evaluation:
 
     Attributes:
         name: of the file.
-        acceptance_length: decoded, bonus included.
+        acceptance_length: decoded, bonus included; None where no answer had a second token.
+        interval: of it, None likewise.
+        drafter: what it is of: folders and fingerprints; empty where an earlier version wrote the file.
         figures: name and value.
         settings: how the prompts were put and answered; empty where an earlier version wrote the file.
         warnings: what makes the numbers doubtful.
@@ -66,8 +68,9 @@ class Evaluation:
     """
 
     name: str
-    acceptance_length: float
-    interval: tuple[float, float]
+    acceptance_length: float | None
+    interval: tuple[float, float] | None
+    drafter: list[Row]
     figures: list[Row]
     settings: list[Row]
     warnings: list[str]
@@ -91,6 +94,11 @@ def read_evaluation(path: Path, run: RunFolder) -> Evaluation:
         ids = max((max(turn["output_ids"], default=0) for turn in content["per_prompt"]), default=0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no evaluation: give what `draftline evaluate --json` wrote") from error
+    if (known := run.identity.get("target")) and content.get("target_weights", known) != known:
+        evaluation.warnings.append(
+            f"The fingerprint of the target's weights is {str(content['target_weights'])[:12]} here, in the run "
+            f"{str(known)[:12]}: another target, or the same in another number format"
+        )
     if (shape := run.drafter) is not None:
         _check_drafter(path, run.folder, shape, evaluation.slots, ids)
     return evaluation
@@ -111,7 +119,7 @@ def _check_drafter(path: Path, folder: Path, shape: DFlashConfig, slots: int, hi
 
 def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
     rates = content["acceptance_rate_by_position"]
-    low, high = content["acceptance_length_interval"]
+    length, (low, high) = content["acceptance_length"], content["acceptance_length_interval"]
     turns = content["per_prompt"]
     told = [turn for turn in turns if "text_pieces" in turn]
     answers = sorted((_answer(turn) for turn in told), key=lambda answer: -answer.length)
@@ -125,8 +133,9 @@ def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
     )
     return Evaluation(
         name=path.name,
-        acceptance_length=float(content["acceptance_length"]),
-        interval=(float(low), float(high)),
+        acceptance_length=None if length is None else float(length),
+        interval=None if low is None else (float(low), float(high)),
+        drafter=_identity(content),
         figures=_figures(content),
         settings=_settings(content),
         warnings=[str(warning) for warning in content.get("warnings", [])],
@@ -143,7 +152,7 @@ def _figures(content: Mapping[str, Any]) -> list[Row]:
     counts = content.get("counts", {})
     equal = content["greedy_equal"]
     found: dict[str, Any] = {
-        "acceptance length (with bonus), decoded": content["acceptance_length"],
+        "acceptance length (with bonus), decoded": content["acceptance_length"] or "–",
         "95 % interval, by prompt": _interval(content["acceptance_length_interval"]),
         "mean over prompts": content.get("acceptance_length_macro"),
         "from the training forward": content["teacher_forced_acceptance_length"],
@@ -159,8 +168,18 @@ def _figures(content: Mapping[str, Any]) -> list[Row]:
     return [[name, v if isinstance(v, str) else number(v)] for name, v in found.items() if v is not None]
 
 
+def _identity(content: Mapping[str, Any]) -> list[Row]:
+    names = {
+        "drafter": "drafter",
+        "drafter_weights": "fingerprint of its weights",
+        "target": "target",
+        "target_weights": "fingerprint of its weights as loaded",
+    }
+    return [[name, str(content[key])] for key, name in names.items() if content.get(key) is not None]
+
+
 def _settings(content: Mapping[str, Any]) -> list[Row]:
-    names = ("target", "target_dtype", "settings", "mode", "trained_mode")
+    names = ("target_dtype", "settings", "mode", "trained_mode")
     flat = flatten({name: content[name] for name in names if content.get(name) is not None})
     return [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in flat.items()]
 
@@ -190,9 +209,9 @@ def _part(part: Mapping[str, Any]) -> Row:
     ]
 
 
-def _interval(ends: Sequence[float]) -> str:
+def _interval(ends: Sequence[float | None]) -> str:
     low, high = ends
-    return f"{number(low)} to {number(high)}"
+    return "–" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
 def _charts(content: Mapping[str, Any]) -> list[Bars]:

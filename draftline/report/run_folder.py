@@ -66,6 +66,11 @@ class RunFolder:
         return steps if isinstance(steps, int) else None
 
     @property
+    def target_name(self) -> str:
+        """As the settings name the target."""
+        return str(self.settings.get("target", {}).get("name"))
+
+    @property
     def drafter(self) -> DFlashConfig | None:
         """Shape of the drafter, None if run.json does not say.
 
@@ -150,7 +155,8 @@ def _mapping(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(f"{path} cannot be read ({reason[:120]}): restore it from a copy") from error
-    if not isinstance(content, dict):
+    sections = [content.get(name, {}) for name in RunConfig.model_fields] if isinstance(content, dict) else [None]
+    if not content or not all(isinstance(section, dict) for section in sections):
         raise CheckpointError(f"{path} holds no settings by name: restore it from a copy")
     return content
 
@@ -178,7 +184,7 @@ def environment(run: RunFolder) -> list[Row]:
         "versions": "\n".join(f"{name} {version}" for name, version in identity.get("versions", {}).items()),
         "Python": identity.get("python"),
         "system": machine.get("system"),
-        "devices": "\n".join(machine.get("devices", [])),
+        "devices": "\n".join(map(str, machine.get("devices") or [])),
         "target's weights": identity.get("target"),
         "data": identity.get("data", {}).get("fingerprint"),
     }
@@ -192,7 +198,7 @@ def sessions(run: RunFolder) -> list[Row]:
             str(session.get("started", "")),
             str(session.get("first_step", "")),
             f"{session.get('cores', '?')} / {session.get('threads_per_loop', '?')}",
-            " ".join(session.get("command", [])),
+            " ".join(map(str, session.get("command") or [])),
         ]
         for session in run.identity.get("sessions", [])
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ from draftline.page.axis import number
 from draftline.report.run_folder import Row, RunFolder
 from draftline.train.history import AUDIT_FILE
 
-OTHERS = ("found", "skipped", "crashed")
-"""What a check may say instead of `ok`."""
+OUTCOMES = {"ok": "not found", "found": "found", "skipped": "skipped", "crashed": "could not run"}
+"""What a check may say of the fault that it looks for."""
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,17 @@ class Verdict:
         source: where it was read, and what it says of: the run before its start, or what `--audit` names.
         findings: as the audit wrote them: `code`, `severity`, `title`, `evidence`, `mend`.
         allowed: codes with which the run was started in spite of them.
-        areas: rows of area, checks that passed, codes that found something, were skipped, could not run, seconds.
+        areas: rows of area, and how many of its checks had each of the outcomes, and seconds.
+        open: rows of code, what it looks for, outcome and reason, of checks that could not look.
+        checks: rows of code, what it looks for, outcome and seconds, of all.
     """
 
     source: str
-    findings: list[dict[str, Any]]
+    findings: list[dict[str, str]]
     allowed: list[str]
     areas: list[Row]
+    open: list[Row]
+    checks: list[Row]
 
     @property
     def sentence(self) -> str:
@@ -38,6 +43,30 @@ class Verdict:
         errors = sum(finding["severity"] == "error" for finding in self.findings)
         passed = sum(int(row[1]) for row in self.areas)
         return f"{errors} errors, {len(self.findings) - errors} warnings; {passed} checks passed."
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One entry of `checks`; area and words are missing where an earlier version wrote the file."""
+
+    code: str
+    area: str
+    looks_for: str
+    status: str
+    reason: str
+    seconds: float
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> _Check:
+        code = str(entry["code"])
+        return _Check(
+            code=code,
+            area=str(entry.get("area", code[:3])),
+            looks_for=str(entry.get("looks_for", "")),
+            status=str(entry["status"]),
+            reason=str(entry.get("reason", "")),
+            seconds=float(entry["seconds"]),
+        )
 
 
 def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
@@ -51,23 +80,33 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
         return None
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        checks = [(check["code"], check["status"], check["seconds"]) for check in content["checks"]]
+        checks = [_Check.of(entry) for entry in content["checks"]]
         findings = [
             {key: str(f[key]) for key in ("code", "severity", "title", "evidence", "mend")} for f in content["findings"]
         ]
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is no result of an audit: give what `draftline audit --json` wrote") from error
     source = f"Before the first step ({AUDIT_FILE} of the run)." if given is None else f"From {given}."
-    allowed = sorted({code for session in run.identity.get("sessions", []) for code in session.get("allowed", [])})
-    return Verdict(source, findings, allowed, _areas(checks))
+    allowed = sorted({str(code) for session in run.identity.get("sessions", []) for code in session.get("allowed", [])})
+    return Verdict(
+        source=source,
+        findings=findings,
+        allowed=allowed,
+        areas=_areas(checks),
+        open=[
+            [c.code, c.looks_for, OUTCOMES.get(c.status, c.status), c.reason]
+            for c in checks
+            if c.status not in ("ok", "found")
+        ],
+        checks=[[c.code, c.looks_for, OUTCOMES.get(c.status, c.status), number(c.seconds)] for c in checks],
+    )
 
 
-def _areas(checks: list[tuple[str, str, float]]) -> list[Row]:
-    """One row per area, in the order of the audit: how many passed, and the codes of the others."""
+def _areas(checks: Sequence[_Check]) -> list[Row]:
+    """One row per area, in the order of the audit."""
     rows = []
-    for area in dict.fromkeys(code[:3] for code, *_ in checks):
-        here = [(code, status) for code, status, _ in checks if code.startswith(area)]
-        others = [" ".join(code for code, status in here if status == name) or "–" for name in OTHERS]
-        seconds = sum(spent for code, _, spent in checks if code.startswith(area))
-        rows.append([area, str(sum(status == "ok" for _, status in here)), *others, number(seconds)])
+    for area in dict.fromkeys(check.area for check in checks):
+        here = [check for check in checks if check.area == area]
+        counts = [sum(check.status == status for check in here) for status in OUTCOMES]
+        rows.append([area, *map(str, counts), number(sum(check.seconds for check in here))])
     return rows

@@ -32,7 +32,7 @@ def pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Reader(HTMLParser):
     """Collects the ids, links and texts of a page, and checks that what is opened is closed."""
 
-    VOID = frozenset({"meta", "path", "input", "br", "rect"})
+    VOID = frozenset({"meta", "path", "input", "br", "rect", "wbr"})
 
     def __init__(self) -> None:
         super().__init__()

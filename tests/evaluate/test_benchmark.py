@@ -15,7 +15,7 @@ from draftline.config import DrafterConfig, TargetConfig
 from draftline.data.chat_mode import ChatMode
 from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
-from draftline.data.regenerate import stop_token_ids
+from draftline.data.regenerate import stop_token_ids, weights_fingerprint
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate import summary
@@ -112,6 +112,40 @@ def test_table_names_the_convention(result: EvaluationResult) -> None:
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(result_table(result, "drafter"))
     assert f"acceptance length (with bonus): {result.acceptance_length:.2f}" in console.export_text()
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_tables_fit_narrow_terminals_whole(result: EvaluationResult, width: int) -> None:
+    odd = replace(
+        result, by_file=[replace(result.by_file[0], name=name) for name in ("a[old].jsonl", "[/b]" + 40 * "x")]
+    )
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(result_table(odd, "run[red]/[/x]"))
+    text = console.export_text()
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= width
+    assert "run[red]/[/x]: acceptance" in text
+    if width == 80:
+        assert "a[old].jsonl" in text
+        for heading in ("drafted", "accepted", "if all", "before", "forwards"):
+            assert heading in text
+
+
+def test_repeated_prompts_are_a_warning(pair: tuple[Target, DFlashDraftModel]) -> None:
+    prompts = [dialogue(["Hello"], number) for number in (1, 2)] + [dialogue(["Bye"], 3)]
+    found = evaluate_prompts(*pair, prompts, EvaluationSettings(2))
+    assert "1 of 3 prompts were asked before, the first is prompts.jsonl line 2" in found.warnings[0]
+
+
+def test_the_result_says_which_drafter_and_target_it_is_of(
+    result: EvaluationResult, pair: tuple[Target, DFlashDraftModel]
+) -> None:
+    target, drafter = pair
+    other = DFlashDraftModel(drafter.config)
+    again = evaluate_prompts(target, other, [dialogue(["Hello"])], EvaluationSettings(2))
+    assert (again.target_weights, again.drafter) == (result.target_weights, None)
+    assert result.target_weights == weights_fingerprint(target.model)
+    assert result.drafter_weights == weights_fingerprint(drafter) != again.drafter_weights
 
 
 def test_numbers_that_do_not_exist_are_null(pair: tuple[Target, DFlashDraftModel]) -> None:

@@ -26,6 +26,10 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--task", "gms8k"], "did you mean gsm8k"),
         (["--template-option", "thinking"], "write KEY=VALUE"),
         ([], "2 of 3 prompts have no text in a user turn, the first is"),
+        (["--prompts", "x.jsonl", "--prompts", "x.jsonl"], "x.jsonl is named twice"),
+        (["--task", "gsm8k", "--task", "gsm8k"], "gsm8k is named twice"),
+        (["--concurrency", "4"], "--concurrency is for a server"),
+        (["--model", "m"], "--model is for a server"),
     ],
 )
 def test_bad_words_are_one_line_with_the_mend(

@@ -62,3 +62,7 @@ def test_a_followed_page_may_ask_its_own_server() -> None:
     html = render(follow=("/state", 'a"b'))
     assert 'data-follow="/state" data-known="a&#34;b"' in html
     assert "connect-src 'self'" in html
+
+
+def test_long_names_may_break_and_numbers_may_not() -> None:
+    assert frame.breakable("a/b_c.d<e> 0.5 -1") == "a/<wbr>b_<wbr>c.<wbr>d&lt;e&gt; 0.5 -1"

@@ -137,6 +137,10 @@ def evaluation(answers: int = 9, slots: int = SLOTS) -> dict[str, Any]:
         "tokens_per_second": 20.0,
         "baseline_tokens_per_second": 10.0,
         "speedup": 2.0,
+        "target": "tiny",
+        "target_weights": "target-fingerprint",
+        "drafter": "run/checkpoints/step-000100",
+        "drafter_weights": "d4af" * 16,
         "per_prompt": turns,
     }
 
@@ -153,11 +157,21 @@ AUDIT = {
         {"code": "LOS003", "severity": "warning", "title": "gamma", "evidence": "7.0", "mend": "loss.decay_gamma=4"},
     ],
     "checks": [
-        {"code": "TGT001", "status": "ok", "seconds": 0.25},
-        {"code": "TGT002", "status": "found", "seconds": 0.5},
-        {"code": "LOS003", "status": "found", "seconds": 0.0},
-        {"code": "LOS004", "status": "skipped", "seconds": 0.0},
-        {"code": "EXP001", "status": "crashed", "seconds": 1.0},
+        {
+            "code": code,
+            "area": area,
+            "looks_for": f"fault {code}",
+            "status": status,
+            "reason": reason,
+            "seconds": seconds,
+        }
+        for code, area, status, reason, seconds in (
+            ("TGT001", "target and captured states", "ok", "", 0.25),
+            ("TGT002", "target and captured states", "found", "", 0.5),
+            ("LOS003", "labels and loss", "found", "", 0.0),
+            ("LOS004", "labels and loss", "skipped", "there is no data yet", 0.0),
+            ("EXP001", "exported drafter", "crashed", "KeyError: x", 1.0),
+        )
     ],
 }
 """What an audit writes."""

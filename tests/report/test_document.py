@@ -8,10 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from draftline import cli
+from draftline.report.document import report_page
 from tests.report.synthetic_run import AUDIT, evaluation, write_run
 
 
@@ -37,7 +39,7 @@ def test_the_page_lies_in_the_run_unless_it_is_told_where(folder: Path, capsys: 
 
 def test_every_part_of_the_run_is_on_the_page(folder: Path) -> None:
     assert report(folder, "--evaluation", folder.parent / "evaluate.json") == 0
-    html = (folder / "report.html").read_text(encoding="utf-8")
+    html = (folder / "report.html").read_text(encoding="utf-8").replace("<wbr>", "")
     ids = re.findall(r'<section id="([a-z]+)"', html)
     assert ids == re.findall(r'<a href="#([a-z]+)">', html.partition("</nav>")[0])
     assert len(ids) == 9
@@ -64,6 +66,43 @@ def test_a_run_without_metrics_and_identity_has_a_page(tmp_path: Path) -> None:
     html = (run / "report.html").read_text(encoding="utf-8")
     assert "metrics.jsonl is missing or empty" in html
     assert "The run has no run.json" in html
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.yaml", "train: {seed: 1}\n"),
+        ("config.yaml", "data: {path: 5}\n"),
+        ("run.json", '{"machine": {"devices": null}, "sessions": [{"command": null}, {"command": [1]}]}'),
+    ],
+)
+def test_what_settings_leave_out_is_left_out(tmp_path: Path, name: str, text: str) -> None:
+    run = write_run(tmp_path / "run", lines=2)
+    (run / name).write_text(text)
+    assert report(run) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("report.json", []), ("meta.json", [3]), ("report.json", {"lengths": 1})]
+)
+def test_a_damaged_data_folder_is_said(tmp_path: Path, name: str, content: Any) -> None:
+    run = write_run(tmp_path / "run", lines=2)
+    (tmp_path / "data").mkdir()
+    for file in ("report.json", "meta.json"):
+        (tmp_path / "data" / file).write_text(json.dumps(content if file == name else {}))
+    (run / "config.yaml").write_text(f"data: {{path: '{tmp_path / 'data'}'}}\n")
+    assert report(run) == 0
+    assert "is not here any more, damaged" in (run / "report.html").read_text()
+
+
+def test_the_page_says_what_a_check_looks_for_and_which_drafter_was_measured(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", lines=2)
+    (run / "audit.json").write_text(json.dumps(AUDIT))
+    (tmp_path / "e.json").write_text(json.dumps(evaluation()))
+    html = report_page(run, [tmp_path / "e.json"])
+    for words in ("target and captured states", "fault TGT001", "there is no data yet", "d4af" * 16):
+        assert words in html
+    assert "<wbr>step-000100" in html
 
 
 def test_a_page_does_not_wait_for_torch() -> None:

@@ -74,7 +74,8 @@ def test_what_newer_results_say_more_is_shown(run: RunFolder) -> None:
     assert shown.warnings == ["mode differs"]
     assert shown.parts == [("By length of the answer, tokens", [["1 to 32", "2.250", "2 to 2.500", "5", "4"]] * 2)]
     assert ["drafted tokens", "700"] in shown.figures
-    assert shown.settings == [["target", "some/target"], ["settings.sampling.temperature", "0.5"]]
+    assert shown.settings == [["settings.sampling.temperature", "0.5"]]
+    assert ["target", "some/target"] in shown.drafter
 
 
 def test_results_of_another_drafter_or_target_are_refused(run: RunFolder) -> None:
@@ -92,3 +93,31 @@ def test_what_is_no_evaluation_is_refused(run: RunFolder, content: Any) -> None:
         read(run, content)
     with pytest.raises(DataError, match="is no evaluation"):
         read_evaluation(run.folder / "nothing.json", run)
+
+
+def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
+    content = evaluation()
+    empty = {"name": "b", "prompts": 0, "forwards": 0, "acceptance_length": None}
+    content |= {"by_file": [{**empty, "acceptance_length_interval": [None, None]}] * 2}
+    content |= {"acceptance_length": None, "acceptance_length_interval": [None, None]}
+    (tmp_path / "e.json").write_text(json.dumps(content))
+    run = read_run(write_run(tmp_path / "run", lines=1))
+    found = read_evaluation(tmp_path / "e.json", run)
+    assert (found.acceptance_length, found.interval) == (None, None)
+    assert found.figures[:2] == [["acceptance length (with bonus), decoded", "–"], ["95 % interval, by prompt", "–"]]
+    assert found.parts[0][1][0] == ["b", "–", "–", "0", "0"]
+
+
+def test_another_target_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "e.json").write_text(json.dumps(evaluation()))
+    folder = write_run(tmp_path / "run", lines=1)
+    identity = json.loads((folder / "run.json").read_text())
+    warnings = []
+    for weights in (evaluation()["target_weights"], "0123" * 16, None):
+        (folder / "run.json").write_text(json.dumps({**identity, "target": weights}))
+        warnings.append(read_evaluation(tmp_path / "e.json", read_run(folder)).warnings)
+    assert [len(lines) for lines in warnings] == [0, 1, 0]
+    assert f"is {evaluation()['target_weights'][:12]} here, in the run 012301230123" in warnings[1][0]
+    assert (
+        dict(read_evaluation(tmp_path / "e.json", read_run(folder)).drafter)["drafter"] == "run/checkpoints/step-000100"
+    )

@@ -58,7 +58,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "run.json"])
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe"])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b'{"data": 3, "target": "x"}', b'{"data": null}'])
 def test_settings_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes) -> None:
     folder = write_run(tmp_path / "run", lines=1)
     (folder / name).write_bytes(content)
