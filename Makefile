@@ -29,6 +29,9 @@ SERVE := OMP_NUM_THREADS=1 $(BIN)/python scripts/serve_check.py --vllm $(VLLM_VE
 	$(if $(LLAMA_SERVER),--llama-server $(LLAMA_SERVER)) $(if $(LLAMA_CONVERT),--llama-convert $(LLAMA_CONVERT))
 
 serve-check: $(VLLM_VENV)/.installed quickstart $(if $(SMOLLM2_RUN),smollm2)
+ifdef LLAMA_SERVER
+	$(PIP) gguf sentencepiece
+endif
 	$(SERVE) --target tiny --source quickstart/run --prompts quickstart/heldout.jsonl --out serve-check/tiny
 ifdef SMOLLM2_RUN
 	$(SERVE) --target smollm2 --source $(SMOLLM2_RUN) --prompts $(SMOLLM2_PROMPTS) --max-new-tokens 128 \

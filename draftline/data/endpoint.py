@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 
 import httpx
 
+IDLE_S = 1.0
+"""Seconds that an idle connection is kept. Servers close theirs after 5 (llama.cpp, uvicorn); a client that waits as
+long sends a request now and then just as the connection closes, and gets no answer."""
+
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -34,7 +38,7 @@ class Endpoint:
     def client(self, connections: int) -> httpx.AsyncClient:
         """A client for up to `connections` requests at once; to be closed by the caller."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        limits = httpx.Limits(max_connections=connections)
+        limits = httpx.Limits(max_connections=connections, keepalive_expiry=IDLE_S)
         return httpx.AsyncClient(timeout=self.timeout_s, headers=headers, limits=limits)
 
 
