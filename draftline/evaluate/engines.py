@@ -81,6 +81,7 @@ class Reply:
         output_ids: with the stop token where the server sends it.
         text: as the server writes it, without the stop token.
         tokens: length of the output as the server counts it.
+        finished: the server said that the answer is whole.
         stopped: it ended by itself, not by the limit.
         counts: what the reply itself says of drafts.
     """
@@ -88,6 +89,7 @@ class Reply:
     output_ids: list[int] = field(default_factory=list)
     text: str = ""
     tokens: int = 0
+    finished: bool = False
     stopped: bool = False
     counts: DraftCounts | None = None
 
@@ -116,7 +118,11 @@ class Engine:
     mend: str
 
     def counts(self, metrics_text: str) -> DraftCounts | None:
-        """The counters in the text of `/metrics`, summed over all labels; None if there are none."""
+        """The counters in the text of `/metrics`, summed over all labels; None if there are none.
+
+        Raises:
+            LookupError, ValueError: one is missing or no number.
+        """
         if self.metrics is None or f"{self.metrics}spec_decode_num_drafts_total" not in metrics_text:
             return None
         sums: dict[str, float] = {}
@@ -157,6 +163,7 @@ def _vllm_read(event: dict[str, Any], reply: Reply) -> None:
         reply.output_ids += choice.get("token_ids") or []
         reply.text += choice["text"]
         reply.tokens = len(reply.output_ids)
+        reply.finished = choice.get("finish_reason") is not None
         reply.stopped = choice.get("finish_reason") == "stop"
 
 
@@ -178,6 +185,7 @@ def _llama_read(event: dict[str, Any], reply: Reply) -> None:
     reply.text += event["content"]
     reply.tokens = max(reply.tokens, len(reply.output_ids))
     if event["stop"]:
+        reply.finished = True
         timings = event["timings"]
         reply.tokens = timings["predicted_n"]
         reply.stopped = event["stop_type"] != "limit"
@@ -202,6 +210,7 @@ def _sglang_read(event: dict[str, Any], reply: Reply) -> None:
     reply.output_ids = list(event["output_ids"])
     reply.text = event["text"]
     reply.tokens = told["completion_tokens"]
+    reply.finished = bool(told.get("finish_reason"))
     reply.stopped = (told.get("finish_reason") or {}).get("type") == "stop"
     if "spec_verify_ct" in told:
         histogram = told.get("spec_correct_drafts_histogram") or told.get("spec_accept_histogram") or []

@@ -29,6 +29,9 @@ from draftline.evaluate.server_result import Level, ServerResult, ServerTurn
 _WARM_UP_TOKENS = 16
 """Output of the request that is not measured: what a server does only once belongs to no level."""
 
+_ANSWER_S = 30.0
+"""Longest silence of a server that is only asked what it serves and what it has counted."""
+
 _SETTLING_S = 5.0
 """Longest wait until the counters show an answer that has arrived; a server may count after it has sent."""
 
@@ -102,7 +105,7 @@ async def _evaluate(
 async def _find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: str | None) -> tuple[Engine, str]:
     """The program behind an address, and the name of the model there, from its list of models."""
     try:
-        reply = await client.get(f"{endpoint.url}/models")
+        reply = await client.get(f"{endpoint.url}/models", timeout=_ANSWER_S)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ServerError(
             f"the server at {endpoint.url} does not answer ({describe_failure(error)}): start it, or mend --base-url"
@@ -120,6 +123,8 @@ async def _find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: st
             "give an address of vLLM, SGLang or llama.cpp, up to and with /v1"
         ) from error
     model = wanted or next(iter(owners), None)
+    if model is None:
+        raise ServerError(f"the server at {endpoint.url} serves no model: start it with the target and its drafter")
     if model not in owners:
         raise ServerError(f"the server at {endpoint.url} has no model {model!r}: it serves {', '.join(owners)}")
     engine = next((engine for engine in ENGINES if engine.owner == owners[model]), None)
@@ -147,7 +152,7 @@ class _Server:
         """
         before = await self.counts()
         reply, _, _ = await self.ask(input_ids, _WARM_UP_TOKENS)
-        after = await self.counts_after(before, reply.tokens)
+        after = await self.counts_after(before, reply.tokens, answers=1)
         if reply.tokens > 2 and reply.counts is None and not (after is not None and after.drafts):
             raise ServerError(
                 f"the {self.engine.name} at {self._endpoint.url} counts no drafted tokens: "
@@ -184,7 +189,23 @@ class _Server:
             raise ServerError(self._failed(reason)) from error
         if not reply.tokens:
             raise ServerError(self._failed("its answer has no tokens"))
+        if not reply.finished:
+            raise ServerError(self._failed(f"its answer broke off after {reply.tokens} tokens"))
         return reply, first, last
+
+    def check_tokens(self, reply: Reply, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuse an answer in the tokens of another tokenizer: the prompts meant something else to its model.
+
+        Raises:
+            ServerError: a token has no meaning in the target's.
+        """
+        strange = next((token for token in reply.output_ids if not 0 <= token < len(tokenizer)), None)
+        if strange is not None:
+            raise ServerError(
+                f"the {self.engine.name} at {self._endpoint.url} answers with token {strange}, "
+                f"the target's tokenizer has {len(tokenizer)}: it serves another model ({self._model}); "
+                "name that with --target"
+            )
 
     def _failed(self, reason: str) -> str:
         return (
@@ -196,18 +217,24 @@ class _Server:
         """Counters of the whole server; None where it keeps none, or none that can be read.
 
         Raises:
-            ServerError: the connection fails.
+            ServerError: the connection fails, or they are not those of a known version.
         """
         if self.engine.metrics is None:
             return None
         try:
-            reply = await self._client.get(f"{self._endpoint.root}/metrics")
+            reply = await self._client.get(f"{self._endpoint.root}/metrics", timeout=_ANSWER_S)
+            return self.engine.counts(reply.text) if reply.status_code == 200 else None
         except httpx.TransportError as error:
             raise ServerError(self._failed(describe_failure(error))) from error
-        return self.engine.counts(reply.text) if reply.status_code == 200 else None
+        except (LookupError, ValueError) as error:
+            raise ServerError(self._failed(f"its counters are not understood, {error}")) from error
 
-    async def counts_after(self, before: DraftCounts | None, tokens: int) -> DraftCounts | None:
-        """Counters once they hold `tokens` more than before; what was counted since then."""
+    async def counts_after(self, before: DraftCounts | None, tokens: int, answers: int) -> DraftCounts | None:
+        """Counters once they hold `tokens` more than before, in so many answers; what was counted since then.
+
+        Raises:
+            ServerError: they went back, or miss more than the first or last token of each answer.
+        """
         if before is None:
             return None
         deadline = time.perf_counter() + _SETTLING_S
@@ -217,6 +244,9 @@ class _Server:
                 raise ServerError(self._failed("its counters are gone"))
             counted = now - before
             if counted.tokens >= tokens or time.perf_counter() > deadline:
+                if counted.tokens < tokens - answers or counted.drafts < 0:
+                    shown = f"its counters show {counted.tokens} of {tokens} tokens"
+                    raise ServerError(self._failed(f"{shown}: it was restarted, or is one of several"))
                 self._check_strangers(counted, tokens)
                 return counted
             await asyncio.sleep(0.02)
@@ -250,7 +280,7 @@ class _LevelRun:
         seconds = time.perf_counter() - started
         answered = [turn for task in tasks for turn in task.result()]
         turns = [turn for turn, _ in answered]
-        total = await self.server.counts_after(before, sum(turn.tokens for turn in turns))
+        total = await self.server.counts_after(before, sum(turn.tokens for turn in turns), len(turns))
         if total is None:
             total = sum((counts for _, counts in answered if counts is not None), DraftCounts())
         if self.concurrency == 1:
@@ -276,7 +306,8 @@ class _LevelRun:
         alone = self.concurrency == 1
         before = await self.server.counts() if alone else None
         reply, first, last = await self.server.ask(input_ids, self.max_new_tokens)
-        counts = await self.server.counts_after(before, reply.tokens) if before is not None else reply.counts
+        self.server.check_tokens(reply, self.tokenizer)
+        counts = await self.server.counts_after(before, reply.tokens, 1) if before is not None else reply.counts
         forwards = None if counts is None else counts.acceptance(reply.tokens, 1).forwards
         turn = ServerTurn(index, input_ids, reply.output_ids, reply.tokens, forwards, first, last)
         return turn, counts, reply

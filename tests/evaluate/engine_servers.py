@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import cycle
@@ -49,12 +50,23 @@ class EngineServer:
     """One of the three programs on a free port of this machine."""
 
     def __init__(
-        self, program: Program, *, drafter: bool = True, metrics: bool = True, key: str | None = None, owner: str = ""
+        self,
+        program: Program,
+        *,
+        drafter: bool = True,
+        metrics: bool = True,
+        key: str | None = None,
+        owner: str = "",
+        serves: bool = True,
+        restart_at: int | None = None,
     ) -> None:
         self.program, self.drafter, self.metrics, self.key, self.owner = program, drafter, metrics, key, owner
         self.prompts: list[list[int]] = []
         self.failure: tuple[int, str] | None = None
+        self.serves, self.restart_at, self.readings = serves, restart_at, 0
         self.strangers = 0
+        self.most_events: int | None = None
+        self.edit_metrics: Callable[[str], str] = str
         self.at_once = self.most_at_once = 0
         self._accepted: list[int] = []
         self._tokens = 0
@@ -88,10 +100,13 @@ class EngineServer:
         if handler.path == "/v1/models":
             allowed = self.key is None or handler.headers.get("Authorization") == f"Bearer {self.key}"
             models = [{"id": "target", "object": "model", "owned_by": self.owner or self.program}]
-            body = {"object": "list", "data": models} if allowed else {"error": "Unauthorized"}
+            body = {"object": "list", "data": models if self.serves else []} if allowed else {"error": "Unauthorized"}
             _send(handler, 200 if allowed else 401, json.dumps(body))
         elif handler.path == "/metrics" and self.metrics and self.program != "sglang":
-            _send(handler, 200, self._metrics())
+            self.readings += 1
+            if self.readings == self.restart_at:
+                self._accepted, self._tokens = [], 0
+            _send(handler, 200, self.edit_metrics(self._metrics()))
         else:
             _send(handler, 501, json.dumps({"error": {"message": "This server does not support metrics endpoint."}}))
 
@@ -106,6 +121,7 @@ class EngineServer:
                 _send(handler, *self.failure)
                 return
             events = {"vllm": self._vllm, "llamacpp": self._llama, "sglang": self._sglang}[self.program](request)
+            events = events[: self.most_events]
             _send(handler, 200, "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
         finally:
             with self._lock:

@@ -1,12 +1,15 @@
 import io
 import json
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
-from transformers import PreTrainedTokenizerBase
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftline.cli import run
 from draftline.config import TargetConfig
@@ -128,6 +131,8 @@ def test_other_programs_and_models_are_refused(start: Any, tokenizer: PreTrained
     server = start("vllm")
     with pytest.raises(ServerError, match="has no model 'other': it serves target"):
         evaluate_server(Endpoint(server.url), tokenizer, [chat("Hello")], ServerMeasurement("other"))
+    with pytest.raises(ServerError, match="serves no model"):
+        measure(start("vllm", serves=False), tokenizer)
     with pytest.raises(ServerError, match=r"lists no models \(status 501.*up to and with /v1"):
         evaluate_server(Endpoint(server.url + "/v2"), tokenizer, [chat("Hello")], ServerMeasurement())
 
@@ -156,6 +161,55 @@ def test_a_failing_request_ends_the_measurement(
     server.failure = failure
     with pytest.raises(ServerError, match=reason):
         measure(server, tokenizer)
+
+
+@pytest.mark.parametrize("program", ["vllm", "llamacpp", "sglang"])
+def test_an_answer_that_breaks_off_is_none(program: Program, start: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    server = start(program)
+    server.most_events = 2
+    with pytest.raises(ServerError, match=r"its answer broke off after \d tokens"):
+        measure(server, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("vllm:generation_tokens_total", "vllm:renamed_total", "not understood, .*generation_tokens_total"),
+        ("accepted_tokens_total", "accepted_total", "not understood, .*accepted_tokens_total"),
+        ('drafts_total{engine="0",model_name="target"}', 'drafts_total{engine="0"} NaN', "not understood, .*NaN"),
+    ],
+)
+def test_counters_of_another_version_are_refused(
+    old: str, new: str, reason: str, start: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    server = start("vllm")
+    server.edit_metrics = lambda text: text.replace(old, new)
+    with pytest.raises(ServerError, match=reason):
+        measure(server, tokenizer)
+
+
+@pytest.mark.parametrize("restart_at", [4, 9])
+def test_counters_that_go_back_are_noticed(
+    restart_at: int, start: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftline.evaluate.server._SETTLING_S", 0.1)
+    with pytest.raises(ServerError, match="it was restarted, or is one of several"):
+        measure(start("vllm", restart_at=restart_at), tokenizer)
+
+
+def test_an_answer_in_tokens_of_another_model_is_refused(start: Any) -> None:
+    few = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"[UNK]": 0, "Hello": 1}, unk_token="[UNK]")))
+    few.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(ServerError, match="token 100, the target's tokenizer has 2: it serves another model"):
+        measure(start("vllm"), few)
+
+
+def test_a_silent_server_is_not_waited_for(tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftline.evaluate.server._ANSWER_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        endpoint = Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
+        with pytest.raises(ServerError, match=r"does not answer .no reply in time.: start it"):
+            evaluate_server(endpoint, tokenizer, [chat("Hello")], ServerMeasurement())
 
 
 def test_table_has_a_column_per_concurrency(start: Any, tokenizer: PreTrainedTokenizerBase) -> None:
