@@ -6,10 +6,6 @@ from dataclasses import dataclass, field
 
 import httpx
 
-IDLE_S = 1.0
-"""Seconds that an idle connection is kept. Servers close theirs after 5 (llama.cpp, uvicorn); a client that waits as
-long sends a request now and then just as the connection closes, and gets no answer."""
-
 
 @dataclass(frozen=True)
 class Endpoint:
@@ -38,7 +34,9 @@ class Endpoint:
     def client(self, connections: int) -> httpx.AsyncClient:
         """A client for up to `connections` requests at once; to be closed by the caller."""
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
-        limits = httpx.Limits(max_connections=connections, keepalive_expiry=IDLE_S)
+        # Servers close kept connections after some seconds or requests (llama.cpp: 5 and 100) without saying so, now
+        # and then just as the next request is on its way. So none is kept.
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
         return httpx.AsyncClient(timeout=self.timeout_s, headers=headers, limits=limits)
 
 
