@@ -481,6 +481,8 @@ def import_(
     )
     report = import_drafter(source=source, out=out, target=live, given=given)
     print(report.folder)
+    for note in report.notes:
+        print(note, file=sys.stderr)
     write_json(json_out, report.to_json())
 
 

@@ -46,7 +46,8 @@ class CardFacts:
         training: None for a drafter that was imported.
         trained_mode: how the training data was put to the target; None if it is not known.
         evaluation: what `draftline evaluate --json` wrote.
-        audit: what `draftline audit --json` wrote.
+        audit: what `draftline audit --json` wrote about the drafter.
+        audit_of_run: the same about its run, before the first step.
     """
 
     serving: Serving
@@ -57,6 +58,7 @@ class CardFacts:
     trained_mode: ChatMode | None = None
     evaluation: Mapping[str, Any] | None = None
     audit: Mapping[str, Any] | None = None
+    audit_of_run: Mapping[str, Any] | None = None
 
 
 def model_card(facts: CardFacts) -> str:
@@ -76,8 +78,10 @@ def model_card(facts: CardFacts) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def readers_of(form: str) -> tuple[Reader, ...]:
-    """Programs that read an exported format."""
+def readers_of(form: str, config: DFlashConfig) -> tuple[Reader, ...]:
+    """Programs that read an exported format of a drafter of this layout."""
+    if config.sample_from_anchor:
+        return ("speculators",)
     return ("speculators", "vllm") if form == "speculators" else tuple(r for r in READERS if r != "speculators")
 
 
@@ -207,7 +211,7 @@ def _acceptance(evaluation: Mapping[str, Any] | None) -> str:
 def _serving(facts: CardFacts) -> str:
     parts = ["## Serving"]
     for reader in facts.readers:
-        notes = "\n".join(f"- {note}" for note in serving_notes(reader, facts.serving.config))
+        notes = "\n".join(f"- {note}" for note in serving_notes(reader, facts.serving))
         parts.append(f"### {reader}\n\n```bash\n{serving_command(reader, facts.serving)}\n```\n\n{notes}")
     return "\n\n".join(parts)
 
@@ -215,15 +219,18 @@ def _serving(facts: CardFacts) -> str:
 def _audit(facts: CardFacts) -> str:
     lines = ["## Checks", "The export read itself back and compared: " + "; ".join(facts.checks) + "."]
     allowed = facts.training.allowed if facts.training is not None else ()
-    if facts.audit is None:
-        lines.append("No audit was given to the export.")
-    else:
-        findings = facts.audit["findings"]
-        ran = len(facts.audit["checks"])
-        lines.append(f"`draftline audit` ran {ran} checks and reported {len(findings)} findings.")
+    for when, audit in (("Before the first step ", facts.audit_of_run), ("On the drafter ", facts.audit)):
+        if audit is None:
+            continue
+        findings = audit["findings"]
+        ran = len(audit["checks"])
+        lines.append(f"{when}`draftline audit` ran {ran} checks and reported {len(findings)} findings.")
         if findings:
             rows = [(f["code"], f["severity"], f["title"], "allowed" if f["code"] in allowed else "") for f in findings]
             lines.append(_table(("code", "severity", "finding", ""), rows))
+    if facts.audit is None:
+        command = f"`draftline audit {facts.serving.folder} --target {facts.serving.target}`"
+        lines.append(f"No audit of the drafter was given to the export; {command} makes one.")
     if allowed:
         lines.append(f"Trained although the audit had found {', '.join(allowed)}, which the user allowed.")
     return "\n\n".join(lines)

@@ -15,12 +15,13 @@ from draftline.export.facts import Given
 from draftline.export.folder import ExportDtype
 from draftline.export.importing import LoadedDrafter, load_drafter
 from draftline.export.mode import trained_mode
-from draftline.export.serving import READERS, Reader, Serving, serving_command, serving_notes
+from draftline.export.serving import READERS, Reader, Serving, refuse_unserved, serving_command, serving_notes
 from draftline.export.speculators import export_speculators
 from draftline.export.verify import CHECKS
 from draftline.export.zlab import export_zlab
 from draftline.target.model import TINY_FOLDER, Target
 from draftline.train.checkpoint import checkpoint_folder
+from draftline.train.history import AUDIT_FILE, IDENTITY_FILE
 
 
 @dataclass(frozen=True)
@@ -91,11 +92,12 @@ def export_drafter(
         raise ExportError(f"{reader!r} is no known reader: use one of {', '.join(READERS)}")
     results = results or Results()
     loaded = load_drafter(source, given, target)
+    refuse_unserved(reader, loaded.config)
     largest = largest_activation(loaded.draft_model, target)
     reduced = loaded.config.draft_vocab_size is not None
     form = "speculators" if reader == "speculators" or (reader == "vllm" and reduced) else "zlab"
     serving = Serving(str(out), target_path or _served_name(target), dtype, loaded.config)
-    others = tuple(other for other in readers_of(form) if other != reader)
+    others = tuple(other for other in readers_of(form, loaded.config) if other != reader)
     card = model_card(
         CardFacts(
             serving=serving,
@@ -106,10 +108,11 @@ def export_drafter(
             trained_mode=trained_mode(source),
             evaluation=_read_json(results.evaluation, "acceptance_length"),
             audit=_read_json(results.audit, "findings"),
+            audit_of_run=_audit_of_run(source),
         )
     )
     _write(loaded, out, form, dtype, target, serving.target, card)
-    notes = [*loaded.notes, *serving_notes(reader, loaded.config)]
+    notes = [*loaded.notes, *serving_notes(reader, serving)]
     if serving.target == "smollm2":
         notes.append("smollm2 is a name that servers do not know: save the target as a folder and name that instead.")
     if largest > FLOAT16_MAX:
@@ -135,9 +138,10 @@ def import_drafter(
     form = "speculators" if config.sample_from_anchor or config.draft_vocab_size is not None else "zlab"
     name = "TARGET" if target is None else _served_name(target)
     serving = Serving(str(out), name, loaded.export_dtype, config)
-    card = model_card(CardFacts(serving=serving, readers=readers_of(form), checks=CHECKS))
+    readers = readers_of(form, config)
+    card = model_card(CardFacts(serving=serving, readers=readers, checks=CHECKS))
     _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card)
-    command = serving_command(readers_of(form)[0], serving)
+    command = serving_command(readers[0], serving)
     return ExportReport(out, form, loaded.export_dtype, CHECKS, command, loaded.notes)
 
 
@@ -181,17 +185,29 @@ def _training(source: Path) -> Training | None:
         data_fingerprint=state["data_fingerprint"],
         step=state["progress"]["step"],
         tokens=state["progress"]["tokens"],
-        allowed=_allowed(source, checkpoint),
+        allowed=_allowed(source),
     )
 
 
-def _allowed(source: Path, checkpoint: Path) -> tuple[str, ...]:
+def _allowed(source: Path) -> tuple[str, ...]:
     """Codes of audit findings in spite of which a session of the run was started, from its `run.json`."""
-    for folder in (source, checkpoint.resolve().parent.parent):
-        if (folder / "run.json").is_file():
-            run = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            return tuple(sorted({code for session in run["sessions"] for code in session.get("allowed", ())}))
-    return ()
+    path = _beside(source, IDENTITY_FILE)
+    if path is None:
+        return ()
+    run = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(sorted({code for session in run["sessions"] for code in session.get("allowed", ())}))
+
+
+def _audit_of_run(source: Path) -> dict[str, Any] | None:
+    """What was found before the first step; None for a drafter of another program, and for a run without an audit."""
+    return _read_json(_beside(source, AUDIT_FILE), "findings")
+
+
+def _beside(source: Path, name: str) -> Path | None:
+    """A file of the run that the checkpoint in `source` belongs to, if it is there."""
+    checkpoint = checkpoint_folder(source)
+    places = () if checkpoint is None else (source, checkpoint.resolve().parent.parent)
+    return next((folder / name for folder in places if (folder / name).is_file()), None)
 
 
 def _read_json(path: Path | None, wanted: str) -> dict[str, Any] | None:

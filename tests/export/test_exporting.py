@@ -18,9 +18,10 @@ from draftline.data.chat_mode import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import CheckpointError, ExportError, StorageError, TargetError
 from draftline.export.exporting import Results, export_drafter, import_drafter
+from draftline.export.folder import ExportDtype
 from draftline.export.importing import load_drafter
 from draftline.export.mode import trained_mode
-from draftline.export.serving import READERS, Serving, serving_command
+from draftline.export.serving import READERS, Reader, Serving, serving_command
 from draftline.records import StepMetrics
 from draftline.target.model import TINY_FOLDER
 from draftline.train.checkpoint import Checkpoint, write_checkpoint
@@ -71,23 +72,41 @@ def test_the_embedded_target_is_served_by_its_folder(tmp_path: Path) -> None:
     assert str(TINY_FOLDER) in report.command
 
 
-@pytest.mark.parametrize("anchor", [False, True])
-def test_commands_draft_as_many_tokens_as_were_trained(anchor: bool) -> None:
-    config = SMALL.model_copy(update={"sample_from_anchor": anchor})
-    serving = Serving("my drafter", "a/target", "bfloat16", config)
-    drafted = 4 if anchor else 3
+def test_commands_draft_as_many_tokens_as_were_trained() -> None:
+    serving = Serving("my drafter", "a/target", "bfloat16", SMALL)
     vllm = shlex.split(serving_command("vllm", serving).replace("\\\n", ""))
     speculation = json.loads(vllm[vllm.index("--speculative-config") + 1])
-    assert speculation == {"method": "dflash", "model": "my drafter", "num_speculative_tokens": drafted}
+    assert speculation == {"method": "dflash", "model": "my drafter", "num_speculative_tokens": 3}
     sglang = shlex.split(serving_command("sglang", serving).replace("\\\n", ""))
     assert sglang[sglang.index("--speculative-draft-model-path") + 1] == "my drafter"
     assert sglang[sglang.index("--speculative-num-draft-tokens") + 1] == "4"
     convert_target, convert_drafter, server = serving_command("llama.cpp", serving).replace("\\\n", "").splitlines()
     assert shlex.split(convert_target)[2] == "a/target"
     assert shlex.split(convert_drafter)[2:5] == ["my drafter", "--target-model-dir", "a/target"]
-    assert f"--spec-draft-n-max {drafted}" in server
+    assert "--spec-draft-n-max 3" in server
     with pytest.raises(ExportError, match="no known reader"):
         serving_command("llamafile", serving)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("dtype", "backend"), [("bfloat16", "flash_attn"), ("float32", "triton_attn")])
+def test_vllm_is_given_a_backend_that_takes_the_dtype(dtype: ExportDtype, backend: str) -> None:
+    command = serving_command("vllm", Serving("drafter", "a/target", dtype, SMALL))
+    assert f"--attention-backend {backend}" in command
+
+
+@pytest.mark.parametrize("reader", ["zlab", "vllm", "sglang", "llama.cpp"])
+def test_no_server_is_named_for_a_layout_that_none_drafts(tmp_path: Path, reader: Reader) -> None:
+    source = make_run(tmp_path / "run", sample_from_anchor=True)
+    with pytest.raises(ExportError, match="--for speculators"):
+        export_drafter(source=source, out=tmp_path / "out", target=make_target(), reader=reader)
+    report = export_drafter(source=source, out=tmp_path / "out", target=make_target(), reader="speculators")
+    assert report.command.startswith("draftline evaluate")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "vllm serve" not in card
+    assert "no server is known" in card
+    reduced = SMALL.model_copy(update={"sample_from_anchor": True, "draft_vocab_size": 12})
+    with pytest.raises(ExportError, match="--for speculators"):
+        serving_command(reader, Serving("drafter", "a/target", "bfloat16", reduced))
 
 
 def test_the_card_says_what_the_drafter_is_and_how_it_was_made(tmp_path: Path) -> None:
@@ -126,6 +145,15 @@ def test_the_card_says_what_the_drafter_is_and_how_it_was_made(tmp_path: Path) -
     ):
         assert words in card, words
     assert str(tmp_path) not in card.replace(str(tmp_path / "out"), "")
+
+
+def test_the_card_tells_what_the_audit_of_the_run_had_found(tmp_path: Path) -> None:
+    source = make_run(tmp_path / "run")
+    (source / "audit.json").write_text(json.dumps({"findings": [], "checks": [{"code": "LOS030"}]}))
+    export_drafter(source=source, out=tmp_path / "out", target=make_target())
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "Before the first step `draftline audit` ran 1 checks and reported 0 findings" in card
+    assert f"`draftline audit {tmp_path / 'out'} --target small-target`" in card
 
 
 def test_the_modes_of_the_training_data_go_with_the_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

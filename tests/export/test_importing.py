@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
+from draftline import cli
 from draftline.errors import CheckpointError, DraftlineError, TargetError
 from draftline.export.facts import Given
 from draftline.export.importing import detect_format, load_drafter
@@ -311,6 +312,15 @@ def test_a_stored_embedding_must_be_the_targets_own(tmp_path: Path, form: str) -
     trained = write(tmp_path / "trained", CONTRACTS[form](), tensors_of(form, make_drafter(), table))
     with pytest.raises(CheckpointError, match="it was trained, or belongs to another target"):
         load_drafter(trained, target=target)
+
+
+def test_what_an_import_leaves_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "foreign", CONTRACTS["deepspec"](), tensors_of("deepspec", make_drafter()))
+    assert cli.run(["import", str(folder), "--out", str(tmp_path / "out")]) == 0
+    output = capsys.readouterr()
+    assert output.out.strip() == str(tmp_path / "out")
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        assert f"{name} is left out: the target's own is used, and was not compared" in output.err
 
 
 def test_folders_that_hold_no_drafter_are_refused_in_one_line(tmp_path: Path) -> None:
