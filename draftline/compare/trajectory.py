@@ -129,7 +129,8 @@ class Trajectory:
         return Series(axes, np.array([value for _, value in ordered]))
 
     def _number(self, name: str, cell: Cell) -> float:
-        return _number(cell.value, f"{self.file} line {cell.line}: {name}")
+        place = f"line {cell.line}" if self.file.is_file() else f"step {cell.step:g}"
+        return _number(cell.value, f"{self.file} {place}: {name}")
 
 
 def read_trajectory(path: Path) -> Trajectory:

@@ -133,7 +133,7 @@ def _same_row(entry: SamePlace) -> list[str]:
 
 def _sooner_cells(entry: Sooner, pair: Pair) -> list[str]:
     places = ((pair.baseline, entry.baseline), (pair.candidate, entry.candidate))
-    shown = [f"never in {place:,.0f}" if name in entry.never else f"{place:,.0f}" for name, place in places]
+    shown = [f"over {place:,.0f}" if name in entry.never else f"{place:,.0f}" for name, place in places]
     return [*shown, sooner_words(entry)]
 
 

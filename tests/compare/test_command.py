@@ -13,7 +13,7 @@ import pytest
 from draftline import cli
 from draftline.compare import compare_groups, name_groups
 from draftline.errors import ConfigError
-from tests.compare.synthetic_runs import heldout_records, learning_curve, write_csv, write_run
+from tests.compare.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -147,6 +147,19 @@ def test_words_become_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             name_groups([word, "a-2"], [], [])
     with pytest.raises(ConfigError, match="has no name"):
         name_groups([], ["a-1"], [""])
+
+
+def test_a_group_that_only_partly_reaches_a_level_is_not_said_never_to(tmp_path: Path) -> None:
+    from draftline.compare.view import pair_tables
+
+    curve = STEPS / 2000
+    tops = {"before": [1.0, 1.0], "after": [0.7, 1.2]}
+    groups = {
+        name: [write_csv(tmp_path / f"{name}-{k}.csv", top * curve) for k, top in enumerate(each)]
+        for name, each in tops.items()
+    }
+    *_, (_, _, rows) = pair_tables(compare_groups(groups).pairs[0], ["step"])
+    assert [row[2] for row in rows][-1] == "over 913"  # one run at 833, the other not within its 1000 steps
 
 
 def test_a_page_of_long_logs_stays_small(tmp_path: Path) -> None:

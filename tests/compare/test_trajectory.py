@@ -69,7 +69,11 @@ def test_a_tensorboard_folder(tmp_path: Path) -> None:
     series = run.series("heldout_accuracy")
     assert series.values == pytest.approx([0.1, 0.2, 0.3])
     assert series.axes["seconds"].tolist() == [0, 1, 2]
-    with pytest.raises(DataError, match="logs are in logs; name one"):
+    with SummaryWriter(tmp_path / "nan") as writer:
+        writer.add_scalar("loss", float("nan"), 700)
+    with pytest.raises(DataError, match=r"nan step 700: loss is nan"):
+        read_trajectory(tmp_path / "nan").series("loss")
+    with pytest.raises(DataError, match="logs are in logs, nan; name one"):
         read_trajectory(tmp_path)
 
 
