@@ -128,6 +128,9 @@ def _conversation(task: TaskSet, row: RawRow) -> Conversation:
     turns = _turns_of(task, row.value)
     if turns is None:
         has = ", ".join(row.value) if isinstance(row.value, dict) else type(row.value).__name__
+        held = [c for c in task.columns if isinstance(row.value, dict) and all(column in row.value for column in c)]
+        if held:
+            raise DataError(f"{where}: {' and '.join(held[0])} of {task.name} holds no text: mend or delete the line")
         wanted = " or ".join(" and ".join(columns) for columns in task.columns)
         raise DataError(f"{where} is no row of {task.name}: it has {has}, not {wanted}; give a copy of that set")
     return Conversation(messages=tuple(Message(role="user", content=turn) for turn in turns))

@@ -147,7 +147,8 @@ def test_an_unknown_name_is_refused_with_the_nearest(word: str, words: str) -> N
     ("row", "words"),
     [
         ({"problem": "of another set"}, "line 2 is no row of gsm8k: it has problem, not question"),
-        ({"question": 5}, "line 2 is no row of gsm8k"),
+        ({"question": 5}, "line 2: question of gsm8k holds no text"),
+        ({"question": None}, "line 2: question of gsm8k holds no text"),
         ({"question": " "}, "1 of 2 prompts have no text"),
         (["question"], "it has list"),
     ],
