@@ -101,10 +101,13 @@ def _zlab_first(reader: str, both: Mapping[str, Any], remarks: list[str]) -> int
 def _zlab_masks(tree: Mapping[str, Any], remarks: list[str]) -> dict[str, Any]:
     """Causality and window of each layer."""
     count = int(tree["num_hidden_layers"])
-    types = list(tree.get("layer_types") or ["full_attention"] * count)
-    if not tree.get("layer_types"):
-        remarks.append("layer_types are missing: assumes full attention in all layers")
-    sliding = [kind == "sliding_attention" for kind in types]
+    types = tree.get("layer_types")
+    if types:
+        sliding = [kind == "sliding_attention" for kind in types]
+    else:  # what transformers fills in for a Qwen3 configuration
+        windowed = bool(tree.get("use_sliding_window")) and tree.get("sliding_window") is not None
+        sliding = [windowed and layer >= int(tree.get("max_window_layers", 28)) for layer in range(count)]
+        remarks.append(f"layer_types are missing: assumes a window in {sum(sliding)} of {count} layers")
     override = tree.get("is_causal")
     causal = tuple(sliding) if override is None else (bool(override),) * count
     inner = tree.get("dflash_config") or {}
@@ -125,7 +128,7 @@ def _read_speculators(reader: str, tree: Mapping[str, Any]) -> Reading:
     count = int(layer["num_hidden_layers"])
     types = list(layer.get("layer_types") or ["full_attention"] * count)
     sliding = [kind == "sliding_attention" for kind in types]
-    free = bool(tree.get("sliding_window_non_causal", False))
+    free = bool(tree.get("sliding_window_non_causal", reader == "vLLM"))  # each reader has its own default
     if reader == "vLLM":
         causal = (not free,) * count
         if not free:

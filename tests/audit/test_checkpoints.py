@@ -88,6 +88,20 @@ def test_a_bidirectional_flag_mends_it(tmp_path: Path) -> None:
     assert _codes(report, "error") == set()
 
 
+def test_vllm_takes_a_flag_that_is_not_written_for_bidirectional(tmp_path: Path) -> None:
+    tree = CONTRACTS["speculators"]()
+    del tree["sliding_window_non_causal"]
+    assert "EXP004" not in _codes(_audit(tmp_path, "speculators", tree), "error")
+
+
+def test_layer_types_that_are_not_written_are_read_as_transformers_fills_them_in(tmp_path: Path) -> None:
+    tree = CONTRACTS["zlab"]() | {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+    del tree["layer_types"], tree["is_causal"]
+    report = _audit(tmp_path, "zlab", tree)
+    assert _codes(report, "error") == set(), _said(report)
+    assert "assumes a window in 1 of 2 layers" in _said(report)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
