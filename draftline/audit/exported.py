@@ -161,9 +161,15 @@ def _other_convention(probe: Probe) -> Problem | None:
     "EXP004", "a reader would run layers causally that were trained bidirectionally, or the reverse", needs=("EXP001",)
 )
 def causality(probe: Probe) -> Problem | None:
-    return _reading_differs(
+    found = _reading_differs(
         probe, ("causal",), "is_causal: false if all layers are bidirectional, left out for the mix with sliding ones"
     )
+    flag = "sliding_window_non_causal"
+    if found is None and "transformer_layer_config" in _exported(probe).tree and flag not in _exported(probe).tree:
+        return Problem(
+            f"{flag} is not written: vLLM 0.32 assumes true, speculators false", f"write {flag}", severity="warning"
+        )
+    return found
 
 
 @check("EXP005", "a reader would use another sliding window", needs=("EXP001",))
