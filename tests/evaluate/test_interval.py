@@ -53,13 +53,8 @@ def percentile_interval(clusters: list[Acceptance], generator: np.random.Generat
     return float(low), float(high)
 
 
-@pytest.mark.parametrize(
-    ("difficulty", "prompts", "least"), [(EASY, 20, 0.93), (EASY, 100, 0.93), (HARD, 100, 0.93), (HARD, 20, 0.91)]
-)
-def test_a_known_acceptance_length_lies_in_its_interval(
-    difficulty: tuple[float, float], prompts: int, least: float
-) -> None:
-    """Over 2,000 simulations it is 95.5 % with 20 prompts, and 93.3 % where their difficulty is skewed."""
+@pytest.mark.parametrize(("difficulty", "prompts"), [(EASY, 20), (EASY, 100), (HARD, 100), (HARD, 20)])
+def test_a_known_acceptance_length_lies_in_its_interval(difficulty: tuple[float, float], prompts: int) -> None:
     generator, known = np.random.default_rng(prompts), known_length(difficulty)
     hits = macro_hits = 0
     for _ in range(SIMULATIONS):
@@ -69,7 +64,7 @@ def test_a_known_acceptance_length_lies_in_its_interval(
         low, high = macro_acceptance_interval(clusters, DRAFTED + 1)
         macro_hits += low <= known <= high
     for found in (hits, macro_hits):
-        assert least * SIMULATIONS <= found < SIMULATIONS
+        assert 0.93 * SIMULATIONS <= found < SIMULATIONS
 
 
 def test_with_few_prompts_the_percentile_bootstrap_is_further_from_its_word() -> None:
