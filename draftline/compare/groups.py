@@ -330,14 +330,9 @@ def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, bool
     ratio = last.ratio
     low, high = ratio.low, ratio.high
     if low is None or high is None:
-        return (
-            None,
-            False,
-            (
-                f"{where} is {_change(ratio.value)}, but too few measurements were made to say how sure that is: "
-                "no verdict; measure more often (train.eval_every), or give several runs a side."
-            ),
-        )
+        unsure = "too few measurements were made to say how sure that is: no verdict"
+        mend = "measure more often (train.eval_every), or give several runs a side"
+        return None, False, f"{where} is {_change(ratio.value)}, but {unsure}; {mend}."
     above, below = low > 1 + margin, high < 1 - margin
     verdict: Verdict = "same" if not (above or below) else "better" if above == found.rising else "worse"
     sure = f"95 % interval {_change(low)} to {_change(high)}, from {_BASES[ratio.basis]}"
