@@ -39,7 +39,7 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.engine.cores import intra_op_threads
 from draftline.recipes import quickstart
 from draftline.run import train_on
-from draftline.target.model import Target, load_target
+from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
 
 SETTINGS = (

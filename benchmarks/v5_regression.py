@@ -50,9 +50,9 @@ from draftline.recipes import find_recipe
 from draftline.records import CapturedSample, Sample
 from draftline.run import TrainingRun, split_last_answer
 from draftline.storage import write_text
-from draftline.target.drafter_shape import resolve_drafter_config
-from draftline.target.loop import TargetForwardLoop
-from draftline.target.model import Target, load_target
+from draftline.targets.drafter_shape import resolve_drafter_config
+from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 

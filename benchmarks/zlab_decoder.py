@@ -19,7 +19,7 @@ import torch
 
 from draftline.config import TargetConfig
 from draftline.data.regenerate import stop_token_ids
-from draftline.target.model import Target, load_target
+from draftline.targets.model import Target, load_target
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ from draftline.outputs import keep_apart, new_folder, new_json, new_page, new_pi
 if TYPE_CHECKING:
     from draftline.config import TargetConfig
     from draftline.draft.model import DFlashDraftModel
-    from draftline.target.model import Target
+    from draftline.targets.model import Target
 
 app = typer.Typer(
     name="draftline",
@@ -435,9 +435,9 @@ def export(
 ) -> None:
     """Write the drafter for the program that will serve it, and check what was written."""
     from draftline.config import TargetConfig
-    from draftline.export.exporting import Results, export_drafter
-    from draftline.export.facts import Given
-    from draftline.target.model import load_target
+    from draftline.formats.exporting import Results, export_drafter
+    from draftline.formats.facts import Given
+    from draftline.targets.model import load_target
 
     keep_apart([json_out], [evaluation, audit_json])
     live = load_target(TargetConfig(name=target, trust_remote_code=trust_remote_code))
@@ -468,9 +468,9 @@ def import_(
 ) -> None:
     """Rewrite another trainer's drafter in a format that every command here reads."""
     from draftline.config import TargetConfig
-    from draftline.export.exporting import import_drafter
-    from draftline.export.facts import Given
-    from draftline.target.model import load_target
+    from draftline.formats.exporting import import_drafter
+    from draftline.formats.facts import Given
+    from draftline.targets.model import load_target
 
     live = None if target is None else load_target(TargetConfig(name=target))
     given = Given(
@@ -570,7 +570,7 @@ def _load_pair(
     name: str, draft: Path, dtype: DtypeName, device: str, trust_remote_code: bool
 ) -> tuple[Target, DFlashDraftModel]:
     from draftline.jobs import drafter_for
-    from draftline.target.model import load_target
+    from draftline.targets.model import load_target
 
     target = load_target(_target_config(name, dtype, device, trust_remote_code))
     return target, drafter_for(target, draft)

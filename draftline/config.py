@@ -236,7 +236,7 @@ class DFlashConfig(_Strict):
                 f"{self.num_attention_heads} heads cannot share {self.num_key_value_heads} key-value heads evenly"
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
-            raise ValueError(f"mask_token_id {self.mask_token_id} is no row of a table of {self.vocab_size}")
+            raise ValueError(f"mask_token_id {self.mask_token_id} is not a row of a table of {self.vocab_size}")
         if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size < self.vocab_size:
             raise ValueError(f"draft_vocab_size {self.draft_vocab_size} does not reduce {self.vocab_size} tokens")
         return self
@@ -280,11 +280,11 @@ def load_run_config(
     for word in overrides:
         key, sign, text = word.partition("=")
         if not sign:
-            raise ConfigError(f"{word!r} is no setting: write section.key=value, for example train.max_steps=100")
+            raise ConfigError(f"{word!r} is not a setting: write section.key=value, for example train.max_steps=100")
         try:
             change = yaml.safe_load(text)
         except yaml.YAMLError as error:
-            raise ConfigError(f"{word!r}: {text!r} is no YAML value: quote it") from error
+            raise ConfigError(f"{word!r}: {text!r} is not a YAML value: quote it") from error
         for part in reversed(key.strip().split(".")):
             change = {part: change}
         _merge(tree, change)
@@ -331,7 +331,7 @@ def sent_beside_states(config: RunConfig) -> Literal["target_ids", "last_hidden"
 
 
 def _merge(tree: dict[str, Any], changes: dict[str, Any]) -> None:
-    """Put the leaves of `changes` into `tree`; what is no section there is replaced and left to the schema."""
+    """Put the leaves of `changes` into `tree`; what is not a section there is replaced and left to the schema."""
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(tree.get(key), dict):
             _merge(tree[key], value)
@@ -346,7 +346,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): give an existing YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"{path} is not valid YAML ({reason}): mend the file") from error
+        raise ConfigError(f"{path} is not valid YAML ({reason}): fix the file") from error
     if tree is None:
         return {}
     if not isinstance(tree, dict):
@@ -358,7 +358,7 @@ def _first_fault(error: ValidationError) -> str:
     fault = error.errors()[0]
     where = ".".join(str(part) for part in fault["loc"])
     if fault["type"] == "extra_forbidden":
-        return f"{where} is no setting of Draftline: {_nearest(fault['loc'])}"
+        return f"{where} is not a setting of Draftline: {_nearest(fault['loc'])}"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     return f"{where} = {fault['input']!r}: {fault['msg']}{more}"
 

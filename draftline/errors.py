@@ -5,7 +5,7 @@
     ├── DataError          a data file or a row cannot be used
     │   └── TemplateError  the chat template is missing, or the answers cannot be located in what it renders
     ├── TargetError        the target cannot be loaded or hooked, or does not fit the drafter
-    ├── CheckpointError    a folder is no checkpoint, is incomplete, or belongs to something else
+    ├── CheckpointError    a folder is not a checkpoint, is incomplete, or belongs to something else
     ├── ExportError        a drafter cannot be written in the requested format
     ├── ServerError        a server does not answer, speaks another interface, or was started without what is wanted
     ├── StorageError       the disk is full or refuses to be written
@@ -14,7 +14,7 @@
     ├── AuditRefusal       the audit found what would make the run worthless; exit status 1
     └── Interrupted        Ctrl-C or SIGTERM: state was saved, exit status 130
 
-The message of each is one line that names the value, the reason and the mend. The command line prints that line
+The message of each is one line that names the value, the reason and the fix. The command line prints that line
 and exits with `exit_status`; a traceback appears only with `--debug`.
 """
 
@@ -42,7 +42,7 @@ class TargetError(DraftlineError):
 
 
 class CheckpointError(DraftlineError):
-    """A folder is no checkpoint, is incomplete, or belongs to something else."""
+    """A folder is not a checkpoint, is incomplete, or belongs to something else."""
 
 
 class ExportError(DraftlineError):

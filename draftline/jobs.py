@@ -35,17 +35,17 @@ from draftline.evaluate.result import EvaluationResult
 from draftline.evaluate.server import ServerMeasurement, evaluate_server
 from draftline.evaluate.server_result import ServerResult
 from draftline.evaluate.settings import EvaluationSettings
-from draftline.export.exporting import export_drafter
-from draftline.export.facts import Given
-from draftline.export.folder import read_config
-from draftline.export.importing import checkpoint_folder, load_drafter
-from draftline.export.mode import trained_mode
+from draftline.formats.exporting import export_drafter
+from draftline.formats.facts import Given
+from draftline.formats.folder import read_config
+from draftline.formats.importing import checkpoint_folder, load_drafter
+from draftline.formats.mode import trained_mode
 from draftline.progress import counting, reading
 from draftline.recipes import find_recipe
 from draftline.recipes import quickstart as quickstart_recipe
 from draftline.run import Examination, Gate, RunResult, train_run
 from draftline.storage import remove_folder, remove_leftovers, write_text
-from draftline.target.model import TINY_FOLDER, Target, load_context_limit, load_target, load_tokenizer, save_target
+from draftline.targets.model import TINY_FOLDER, Target, load_context_limit, load_target, load_tokenizer, save_target
 from draftline.train.run_folder import saved_config
 
 AGREEMENT_CONVERSATIONS = 100
@@ -145,7 +145,7 @@ def audit_gate(allow: Collection[str]) -> Gate:
         stopping = [code for code in codes if code not in allow]
         if stopping:
             raise AuditRefusal(
-                f"the audit found {', '.join(stopping)}: mend them as it says, or add --allow CODE for each"
+                f"the audit found {', '.join(stopping)}: fix them as it says, or add --allow CODE for each"
             )
         warned = [finding.code for finding in report.findings if finding.severity == "warning"]
         return Examination([*codes, *(code for code in warned if code in allow)], report.to_json())
@@ -292,7 +292,7 @@ def parse_concurrency(text: str) -> tuple[int, ...]:
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise ConfigError(f"--concurrency {text!r} is no list of positive numbers: write it as 1,4,16")
+        raise ConfigError(f"--concurrency {text!r} is not a list of positive numbers: write it as 1,4,16")
     return tuple(int(word) for word in words)
 
 
@@ -309,7 +309,7 @@ def quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     if out.is_dir():
         remove_leftovers(out)
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= QUICKSTART_LEAVES):
-        raise StorageError(f"{out} holds something that is no quickstart: name another folder with --out")
+        raise StorageError(f"{out} holds something that is not a quickstart: name another folder with --out")
     with intra_op_threads(1):  # the model is tiny: more threads win little on idle cores and lose much on busy ones
         return _quickstart(out)
 

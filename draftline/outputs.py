@@ -92,11 +92,11 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def _check_file(path: Path | None, suffixes: tuple[str, ...]) -> Path | None:
-    """Refuse a place that cannot be written, or that holds what is no result of this kind."""
+    """Refuse a place that cannot be written, or that holds what is not a result of this kind."""
     if path is None:
         return None
     if path.name == "-":
-        raise StorageError("- is no file: name one; /dev/stdout puts the result behind the table")
+        raise StorageError("- is not a file: name one; /dev/stdout puts the result behind the table")
     check_writable(path)
     if path.name in OWNED and path.exists():
         raise StorageError(f"{path} belongs to what lies in {path.absolute().parent}: name another file")

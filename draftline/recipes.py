@@ -66,5 +66,5 @@ def find_recipe(name: str) -> RunConfig:
         ConfigError: there is none of that name.
     """
     if name not in RECIPES:
-        raise ConfigError(f"{name!r} is no recipe: use {', '.join(RECIPES)}")
+        raise ConfigError(f"{name!r} is not a recipe: use {', '.join(RECIPES)}")
     return RECIPES[name]()

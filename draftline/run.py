@@ -33,13 +33,13 @@ from draftline.engine.signals import stop_on_signals
 from draftline.engine.threads import ThreadsEngine
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
-from draftline.export.beginning import drafter_to_continue, set_first_weights
+from draftline.formats.beginning import drafter_to_continue, set_first_weights
 from draftline.progress import counting
 from draftline.records import Sample, StepMetrics
 from draftline.storage import without_nan, write_text
-from draftline.target.drafter_shape import resolve_drafter_config
-from draftline.target.loop import TargetForwardLoop
-from draftline.target.model import Target, load_target, resolve_device
+from draftline.targets.drafter_shape import resolve_drafter_config
+from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import Target, load_target, resolve_device
 from draftline.train.checkpoint import CheckpointStore, read_checkpoint
 from draftline.train.display import open_display
 from draftline.train.drafter import HELDOUT_SEED, Drafter

@@ -80,7 +80,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write or replace one file; what is no file but a pipe or a device is written to as it is.
+    """Write or replace one file; what is not a file but a pipe or a device is written to as it is.
 
     Raises:
         StorageError: the disk is full or refuses; an older file of that name is intact.

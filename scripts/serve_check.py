@@ -6,7 +6,7 @@
 `make serve-check` builds the environment and calls this. Compared are the output tokens and the number of forwards of
 the target, answer by answer, in float32: a wrong mask moves a mean acceptance by 2 %, but it moves counts on most
 answers. Clients: vLLM in process and as a server, both with both export formats, and llama.cpp's server where one is
-given. Exit status 1 if a client gives another output (that is no tie) or another count on more than one answer in 20.
+given. Exit status 1 if a client gives another output (but for ties) or another count on more than one answer in 20.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from draftline.data.prompts import read_prompts
 from draftline.evaluate.generate import tie_gap
 from draftline.evaluate.server import ServerMeasurement
 from draftline.evaluate.settings import EvaluationSettings
-from draftline.export.exporting import export_drafter
+from draftline.formats.exporting import export_drafter
 from draftline.jobs import drafter_for, evaluate_at_server, evaluate_drafter
-from draftline.target.model import Target, load_target, save_target
+from draftline.targets.model import Target, load_target, save_target
 
 SCRIPTS = Path(__file__).resolve().parent
 FORMATS: tuple[Literal["zlab", "speculators"], ...] = ("zlab", "speculators")
@@ -182,7 +182,7 @@ def _export(source: Path, out: Path, target: Target, folder: Path, form: Literal
 
 def _in_process(check: Check, python: Path, form: str, drafted: int, reference: Path) -> Row:
     decoded = check.out / f"vllm-{form}.json"
-    command = [python, SCRIPTS / "vllm_decode.py", "--mend", "--target", check.target_folder]
+    command = [python, SCRIPTS / "vllm_decode.py", "--fix", "--target", check.target_folder]
     command += ["--draft", check.out / form, "--drafted", str(drafted), "--evaluation", reference]
     command += ["--limit", str(len(check.reference)), "--out", decoded]
     environment = {**os.environ, **VLLM_ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
@@ -192,10 +192,10 @@ def _in_process(check: Check, python: Path, form: str, drafted: int, reference: 
 
 
 def _vllm_server(check: Check, python: Path, form: str, printed: str) -> Row:
-    """The printed command, except that `vllm` is its mended self; eagerly, because compiling takes minutes on a CPU."""
+    """The printed command, except that `vllm` is its fixed self; eagerly, because compiling takes minutes on a CPU."""
     words = shlex.split(printed.replace("\\\n", " "))
     assert words[:2] == ["vllm", "serve"], printed
-    command = [str(python), str(SCRIPTS / "vllm_mend.py"), *words[1:], "--enforce-eager"]
+    command = [str(python), str(SCRIPTS / "vllm_fix.py"), *words[1:], "--enforce-eager"]
     with _serving(command, check.out / f"vllm-server-{form}.log", {**os.environ, **VLLM_ENVIRONMENT}) as url:
         return check.at_server(f"vLLM server, {form} format", url)
 

@@ -27,11 +27,11 @@ def main() -> None:
     parser.add_argument("--drafted", type=int, required=True)
     parser.add_argument("--evaluation", type=Path, required=True)
     parser.add_argument("--limit", type=int, required=True)
-    parser.add_argument("--mend", action="store_true", help="see vllm_mend.py")
+    parser.add_argument("--fix", action="store_true", help="see vllm_fix.py")
     parser.add_argument("--out", type=Path, required=True)
     words = parser.parse_args()
-    if words.mend:
-        import vllm_mend  # noqa: F401
+    if words.fix:
+        import vllm_fix  # noqa: F401
 
     turns = json.loads(words.evaluation.read_text(encoding="utf-8"))["per_prompt"][: words.limit]
     engine = vllm.LLM(

@@ -84,7 +84,7 @@ def test_resume_starts_from_the_settings_of_the_run(
 def test_bad_places_for_results_are_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("draftline.target.model.load_target", lambda _config: pytest.fail("loaded"))
+    monkeypatch.setattr("draftline.targets.model.load_target", lambda _config: pytest.fail("loaded"))
     pair = ["--target", "tiny", "--draft", "d"]
     assert cli.run(["generate", *pair, "--prompt", "x", "--json", str(tmp_path)]) == 2
     assert "name a file" in capsys.readouterr().err

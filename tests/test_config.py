@@ -37,7 +37,7 @@ def test_unknown_key_names_the_nearest(word: str, suggestion: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config(overrides=[word])
     assert suggestion in str(caught.value)
-    assert "is no setting of Draftline" in str(caught.value)
+    assert "is not a setting of Draftline" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -67,10 +67,10 @@ def test_value_out_of_range_is_named_in_one_line(word: str, named: str) -> None:
     [
         ("train.max_steps", "write section.key=value"),
         ("train.max_steps.deep=3", "train.max_steps = .*deep"),
-        ("train.seed=[1", r"'\[1' is no YAML value: quote it"),
+        ("train.seed=[1", r"'\[1' is not a YAML value: quote it"),
     ],
 )
-def test_malformed_word_says_the_mend(word: str, message: str) -> None:
+def test_malformed_word_says_the_fix(word: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         load_run_config(overrides=["train.max_steps=5", word])
     assert "\n" not in str(caught.value)
@@ -163,8 +163,8 @@ def test_decay_is_the_published_one_for_the_block_size(block_size: int, gamma: f
         ({"layer_types": ("full_attention",)}, "layer_types has 1 entries for 2 layers"),
         ({"layer_types": ("sliding_attention", "full_attention")}, "sliding_window is not set"),
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "4 heads cannot share 3 key-value heads"),
-        ({"mask_token_id": 48}, "mask_token_id 48 is no row of a table of 48"),
-        ({"mask_token_id": -1}, "mask_token_id -1 is no row"),
+        ({"mask_token_id": 48}, "mask_token_id 48 is not a row of a table of 48"),
+        ({"mask_token_id": -1}, "mask_token_id -1 is not a row"),
         ({"windows": 3}, "Extra inputs are not permitted"),
     ],
 )

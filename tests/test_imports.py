@@ -16,12 +16,12 @@ BASE = {"records", "config", "errors", "storage", "progress"}
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
     "data": BASE,
-    "target": BASE | {"data"},
-    "transfer": BASE | {"data", "target"},
+    "targets": BASE | {"data"},
+    "transfer": BASE | {"data", "targets"},
     "draft": BASE,
     "train": BASE | {"draft", "transfer"},
-    "evaluate": BASE | {"data", "target", "draft"},
-    "export": BASE | {"data", "target", "draft", "train", "evaluate"},
+    "evaluate": BASE | {"data", "targets", "draft"},
+    "formats": BASE | {"data", "targets", "draft", "train", "evaluate"},
     "page": BASE,
     "report": BASE | {"page", "data", "train", "evaluate"},
 }
@@ -79,7 +79,7 @@ def test_a_module_imports_only_what_its_area_may(module: str) -> None:
 
 
 def test_only_run_and_engine_know_both_loops() -> None:
-    both = {"draftline.target.loop", "draftline.train.loop"}
+    both = {"draftline.targets.loop", "draftline.train.loop"}
     knowing = {area(module) for module in MODULES if both <= imports_of(module, at_load=False)}
     assert knowing <= {"run", "engine"}
 

@@ -18,7 +18,7 @@ from draftline.config import RunConfig, TargetConfig
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.regenerate import GenerationSettings
 from draftline.errors import AuditRefusal, ConfigError
-from draftline.target.model import load_target
+from draftline.targets.model import load_target
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ def test_a_result_names_the_checkpoint_that_was_read(tmp_path: Path, monkeypatch
 @pytest.fixture
 def two_errors_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [
-        Finding("TGT002", "error", "targets", "evidence", "mend"),
-        Finding("DRF001", "error", "fc", "evidence", "mend"),
-        Finding("LOS003", "warning", "gamma", "evidence", "mend"),
+        Finding("TGT002", "error", "targets", "evidence", "fix"),
+        Finding("DRF001", "error", "fc", "evidence", "fix"),
+        Finding("LOS003", "warning", "gamma", "evidence", "fix"),
     ]
     monkeypatch.setattr(jobs, "audit_run_config", lambda *_: AuditReport(findings, []))
 

@@ -29,7 +29,7 @@ def test_an_older_result_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("{}")
     with pytest.raises(StorageError, match="belongs to what lies in"):
         new_json(tmp_path / "run.json")
-    with pytest.raises(StorageError, match="is no file"):
+    with pytest.raises(StorageError, match="is not a file"):
         new_json(Path("-"))
 
 

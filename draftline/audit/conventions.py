@@ -8,8 +8,8 @@ from typing import Any
 from draftline.audit.drafter_reference import DrafterView
 from draftline.audit.engines import differences, read_as, readers_of
 from draftline.errors import CheckpointError
-from draftline.export.folder import DrafterFiles
-from draftline.export.formats import Format, detect
+from draftline.formats.folder import DrafterFiles
+from draftline.formats.formats import Format, detect
 
 _TRAINERS: dict[Format, str] = {
     "zlab": "a trainer that writes z-lab's format",

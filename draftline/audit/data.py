@@ -29,22 +29,22 @@ _ROWS_READ, _TOKENS_READ = 16, 512
 @check("DAT001", "a packed row is not its conversations one after another", needs=("TGT001",))
 def packed_row(probe: Probe) -> Problem | None:
     packed, row = probe.subject.pack(probe.plan, probe.reference_captured), probe.row
-    mend = "concatenate real tokens in the order of the plan, number documents, restart positions in each"
+    fix = "concatenate real tokens in the order of the plan, number documents, restart positions in each"
     if packed.sample_ids != row.sample_ids:
-        return Problem(f"sample ids {packed.sample_ids}, planned {row.sample_ids}", mend)
+        return Problem(f"sample ids {packed.sample_ids}, planned {row.sample_ids}", fix)
     numbers = ("sequence_number", "step", "last_of_step", "epoch")
     for name in numbers:
         if getattr(packed, name) != getattr(row, name):
-            return Problem(f"{name} is {getattr(packed, name)}, planned {getattr(row, name)}", mend)
+            return Problem(f"{name} is {getattr(packed, name)}, planned {getattr(row, name)}", fix)
     found, wanted = packed.tensors(), row.tensors()
     for name, tensor in wanted.items():
         other = found.get(name)
         if other is None or other.shape != tensor.shape:
             return Problem(
-                f"{name} is {None if other is None else list(other.shape)}, wanted {list(tensor.shape)}", mend
+                f"{name} is {None if other is None else list(other.shape)}, wanted {list(tensor.shape)}", fix
             )
         if not torch.equal(other.to(tensor), tensor):
-            return Problem(f"{name} differs at {_first_difference(other.to(tensor), tensor)}", mend)
+            return Problem(f"{name} differs at {_first_difference(other.to(tensor), tensor)}", fix)
     return None
 
 
@@ -54,12 +54,12 @@ def supervised_share(probe: Probe) -> Problem | None:
     tokens = sum(len(sample) for sample in samples)
     supervised = sum(int(sample.loss_mask.sum()) for sample in samples)
     empty = sum(not sample.loss_mask.any() for sample in samples)
-    mend = "prepare the data again: the answers were not found in the rendered conversations, or cut off by max_length"
+    fix = "prepare the data again: the answers were not found in the rendered conversations, or cut off by max_length"
     probe.notes.append(f"data: {supervised} of {tokens} tokens in {len(samples)} conversations read are supervised")
     if empty:
-        return Problem(f"{empty} of {len(samples)} conversations have no supervised token", mend)
+        return Problem(f"{empty} of {len(samples)} conversations have no supervised token", fix)
     if supervised < 0.02 * tokens:
-        return Problem(f"{supervised} of {tokens} tokens are supervised ({supervised / tokens:.2%})", mend)
+        return Problem(f"{supervised} of {tokens} tokens are supervised ({supervised / tokens:.2%})", fix)
     return None
 
 
@@ -126,15 +126,15 @@ def own_answers(probe: Probe) -> Problem | None:
 @check("DAT006", "token ids are not those that the target's template gives")
 def token_ids(probe: Probe) -> Problem | None:
     target, samples = probe.subject.target, _data(probe).samples
-    mend = "prepare the data again with this target's own tokenizer and unmodified chat template"
+    fix = "prepare the data again with this target's own tokenizer and unmodified chat template"
     highest = max(int(sample.input_ids.max()) for sample in samples)
     lowest = min(int(sample.input_ids.min()) for sample in samples)
     if highest >= target.vocab_size or lowest < 0:
-        return Problem(f"ids {lowest}..{highest} for a table of {target.vocab_size} rows", mend)
+        return Problem(f"ids {lowest}..{highest} for a table of {target.vocab_size} rows", fix)
     starts = [[bos, bos] for bos in role_ids(target, "bos")]
     doubled = [s.sample_id for s in samples if s.input_ids[:2].tolist() in starts]
     if doubled:
-        return Problem(f"{len(doubled)} of {len(samples)} conversations begin with two BOS tokens", mend)
+        return Problem(f"{len(doubled)} of {len(samples)} conversations begin with two BOS tokens", fix)
     return None
 
 
@@ -194,7 +194,7 @@ def accounted(probe: Probe) -> Problem | None:
     if dropped > 0.5 * report["rows_in"]:
         reasons = ", ".join(f"{name} {entry['count']}" for name, entry in report["dropped"].items())
         return Problem(
-            f"{dropped} of {report['rows_in']} rows were dropped: {reasons}", "mend the data files", "warning"
+            f"{dropped} of {report['rows_in']} rows were dropped: {reasons}", "fix the data files", "warning"
         )
     return None
 

@@ -19,7 +19,7 @@ from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.reference import naive_anchors, role_ids, target_forward
 from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes, refuse_random_drafter
 from draftline.records import PackedBatch
-from draftline.target.layers import default_target_layer_ids
+from draftline.targets.layers import default_target_layer_ids
 
 _SCALED = ("linear", "dynamic", "yarn", "llama3")
 """Kinds of rotary scaling that a drafter takes over from its target."""
@@ -45,23 +45,23 @@ def every_layer_reaches(probe: Probe) -> Problem | None:
 
 @check("DRF002", "a block sees states at or after its anchor, or misses some before it")
 def strictly_before_anchor(probe: Probe) -> Problem | None:
-    mend = "context of a block at anchor a: positions of its own document with start <= position < a"
+    fix = "context of a block at anchor a: positions of its own document with start <= position < a"
     for where in context_mistakes(probe):
         if where.same_document and not where.within_window:
-            return Problem(f"{where.text}: {where.effect}", mend)
+            return Problem(f"{where.text}: {where.effect}", fix)
     return None
 
 
 @check("DRF003", "a block sees another block or another conversation")
 def no_leaks_across(probe: Probe) -> Problem | None:
-    mend = "hide every other document's context and every other block's slots from a block"
+    fix = "hide every other document's context and every other block's slots from a block"
     for where in context_mistakes(probe):
         if not where.same_document:
-            return Problem(f"{where.text}: {where.effect}", mend)
+            return Problem(f"{where.text}: {where.effect}", fix)
     for where in block_mistakes(probe):
         if not where.same_document:
-            return Problem(f"{where.text}: {where.effect}", mend)
-    return _moved_by_company(probe, mend)
+            return Problem(f"{where.text}: {where.effect}", fix)
+    return _moved_by_company(probe, fix)
 
 
 @check("DRF004", "slots of a block do not see each other as they should")
@@ -78,11 +78,11 @@ def inside_the_block(probe: Probe) -> Problem | None:
 
 @check("DRF005", "the sliding window is not the one declared", needs=("DRF001",))
 def window(probe: Probe) -> Problem | None:
-    mend = "a query sees a key if pos_q - pos_k < W, in sliding layers only"
+    fix = "a query sees a key if pos_q - pos_k < W, in sliding layers only"
     for where in context_mistakes(probe):
         if where.same_document and where.within_window:
-            return Problem(f"{where.text}: {where.effect}; windows by layer {list(probe.view.windows)}", mend)
-    return _hidden_window(probe, mend)
+            return Problem(f"{where.text}: {where.effect}; windows by layer {list(probe.view.windows)}", fix)
+    return _hidden_window(probe, fix)
 
 
 @check(
@@ -92,13 +92,13 @@ def window(probe: Probe) -> Problem | None:
 )
 def positions(probe: Probe) -> Problem | None:
     table = _rotary_mistake(probe)
-    mend = "rotary positions: restart at 0 in each conversation, slot k at anchor + k, table from rope_parameters"
+    fix = "rotary positions: restart at 0 in each conversation, slot k at anchor + k, table from rope_parameters"
     if table is not None:
-        return Problem(table, mend)
+        return Problem(table, fix)
     if _reference_difference(probe, probe.view) <= _SAME:
         return None
     explanation = _explain_positions(probe)
-    return None if explanation is None else Problem(explanation, mend)
+    return None if explanation is None else Problem(explanation, fix)
 
 
 @check(
@@ -108,18 +108,18 @@ def positions(probe: Probe) -> Problem | None:
 )
 def training_equals_decoding(probe: Probe) -> Problem | None:
     refuse_random_drafter(probe)
-    mend = "cache keys and values of verified tokens only, at their positions, and draft at cache.length"
+    fix = "cache keys and values of verified tokens only, at their positions, and draft at cache.length"
     with probe.shaken_weights():
         trained = probe.run_drafter(probe.states)
         for index, (anchor, start) in enumerate(anchors_and_starts(probe)):
             try:
                 decoded = _decoded_block(probe, index, anchor, start)
             except RuntimeError as error:
-                return Problem(f"the draft cache cannot be used twice: {str(error).partition(chr(10))[0]}", mend)
+                return Problem(f"the draft cache cannot be used twice: {str(error).partition(chr(10))[0]}", fix)
             difference = relative_difference(decoded, trained[index])
             if difference > _SAME:
                 return Problem(
-                    f"block at position {anchor - start}: decoded and trained outputs differ by {difference:.1e}", mend
+                    f"block at position {anchor - start}: decoded and trained outputs differ by {difference:.1e}", fix
                 )
     return None
 
@@ -156,23 +156,23 @@ def layers_compute(probe: Probe) -> Problem | None:
 @check("DRF009", "the mask token is a token that text can contain, or no usable row")
 def mask_token(probe: Probe) -> Problem | None:
     target, mask_id = probe.subject.target, probe.subject.draft_model.config.mask_token_id
-    mend = "drafter.mask_token_id: a padding row of the table, or a special token that never occurs in the data"
+    fix = "drafter.mask_token_id: a padding row of the table, or a special token that never occurs in the data"
     rows = target.embedding.get_parameter("weight")
     if not 0 <= mask_id < len(rows):
-        return Problem(f"mask_token_id {mask_id} is no row of the target's table of {len(rows)}", mend)
+        return Problem(f"mask_token_id {mask_id} is not a row of the target's table of {len(rows)}", fix)
     role = _role_of_token(probe, mask_id)
     if role is not None:
-        return Problem(f"mask_token_id {mask_id} is the {role}", mend)
+        return Problem(f"mask_token_id {mask_id} is the {role}", fix)
     data = probe.subject.data
     seen = 0 if data is None else sum(int((sample.input_ids == mask_id).sum()) for sample in data.samples)
     if seen:
-        return Problem(f"mask_token_id {mask_id} occurs {seen} times in the data", mend)
+        return Problem(f"mask_token_id {mask_id} occurs {seen} times in the data", fix)
     norms = rows.detach().float().norm(dim=-1)
     if norms[mask_id] < 1e-3 * norms.median():
         return Problem(
             f"row {mask_id} of the table has length {norms[mask_id]:.2e}, the median row {norms.median():.2e}: "
             "programs that keep a mask vector of their own would use another",
-            mend,
+            fix,
             "warning",
         )
     return None
@@ -184,20 +184,20 @@ def block_input(probe: Probe) -> Problem | None:
     embeddings, layout = trace.stand_in.seen_embeddings, trace.stand_in.seen_layout
     assert embeddings is not None, "the loss did not call the drafter"
     assert layout is not None, "the loss did not call the drafter"
-    mend = "[embed(token at anchor), embed(mask) * (block_size - 1)] at positions anchor .. anchor + block_size - 1"
+    fix = "[embed(token at anchor), embed(mask) * (block_size - 1)] at positions anchor .. anchor + block_size - 1"
     if layout.anchor_positions_A.tolist() != probe.anchors or layout.block_size != block:
         return Problem(
             f"blocks of {layout.block_size} at {layout.anchor_positions_A.tolist()[:4]}, drawn {probe.anchors[:4]}",
-            mend,
+            fix,
         )
     if layout.position_ids_S.tolist() != probe.row.position_ids[0].tolist():
-        return Problem("positions given to the drafter do not restart in each conversation", mend)
+        return Problem("positions given to the drafter do not restart in each conversation", fix)
     wanted = _wanted_blocks(probe)
     found = embeddings[0].unflatten(0, (len(probe.anchors), block))
     for name, slots in (("the anchor's slot", slice(0, 1)), ("the mask slots", slice(1, None))):
         difference = relative_difference(found[:, slots], wanted[:, slots])
         if difference > probe.tolerance:
-            return Problem(f"embeddings of {name} differ by {difference:.1e} (relative) from the target's own", mend)
+            return Problem(f"embeddings of {name} differ by {difference:.1e} (relative) from the target's own", fix)
     return None
 
 
@@ -235,16 +235,16 @@ def shape(probe: Probe) -> Problem | None:
 @check("DRF013", "rows of a reduced head are not the tokens that their mapping names", needs=("TGT008",))
 def reduced_head(probe: Probe) -> Problem | None:
     draft_head, d2t = probe.subject.frozen.draft_head, probe.subject.draft_model.d2t
-    mend = "d2t[row] = kept id - row, kept ids increasing, and the head's rows those of the target's head at these ids"
+    fix = "d2t[row] = kept id - row, kept ids increasing, and the head's rows those of the target's head at these ids"
     if d2t is None and draft_head is None:
         return None
     if d2t is None or draft_head is None:
-        return Problem(f"{'the loss' if d2t is None else 'the drafter'} alone has a reduced vocabulary", mend)
+        return Problem(f"{'the loss' if d2t is None else 'the drafter'} alone has a reduced vocabulary", fix)
     if probe.mapping_fault is not None:
-        return Problem(probe.mapping_fault, mend)
+        return Problem(probe.mapping_fault, fix)
     kept_ids = probe.kept_ids
     if not torch.equal(draft_head.to_target_ids(torch.arange(len(kept_ids), device=probe.device)).cpu(), kept_ids):
-        return Problem("the loss maps rows of its head to other tokens than d2t does", mend)
+        return Problem("the loss maps rows of its head to other tokens than d2t does", fix)
     for forward in probe.reference:
         with torch.no_grad():
             found = draft_head.logits(forward.normed.to(probe.device)).cpu()
@@ -254,11 +254,11 @@ def reduced_head(probe: Probe) -> Problem | None:
         fits = {by: relative_difference(found, logits[:, (kept_ids + by) % logits.shape[1]]) for by in (-1, 1)}
         shift = next((by for by, difference in fits.items() if difference <= probe.tolerance), None)
         hint = "" if shift is None else f"; they are the rows of ids {shift:+d}"
-        return Problem(f"its logits are not those of the target for the tokens that d2t names{hint}", mend)
+        return Problem(f"its logits are not those of the target for the tokens that d2t names{hint}", fix)
     return None
 
 
-def _hidden_window(probe: Probe, mend: str) -> Problem | None:
+def _hidden_window(probe: Probe, fix: str) -> Problem | None:
     """Beside a full layer every state moves the output, and a wrong window shows only in the values."""
     windows = probe.view.windows
     if None not in windows or not any(windows):
@@ -270,11 +270,11 @@ def _hidden_window(probe: Probe, mend: str) -> Problem | None:
         changed = tuple(None if w is None else w + change for w in windows)
         others = _reference_differences(probe, replace(probe.view, windows=changed))
         if max(map(min, right, others)) <= _SAME:
-            return Problem(f"blocks are computed with another window than {list(windows)}: {text}", mend)
+            return Problem(f"blocks are computed with another window than {list(windows)}: {text}", fix)
     return None
 
 
-def _moved_by_company(probe: Probe, mend: str) -> Problem | None:
+def _moved_by_company(probe: Probe, fix: str) -> Problem | None:
     """The same blocks among all that fit into the row: an implementation may treat many otherwise than a few."""
     few, block, everywhere = probe.few_anchors, probe.block_size, list(range(probe.row.input_ids.shape[1]))
     shape = (len(everywhere) * block, probe.subject.draft_model.config.hidden_size)
@@ -291,7 +291,7 @@ def _moved_by_company(probe: Probe, mend: str) -> Problem | None:
     return Problem(
         f"with {len(everywhere)} blocks in the row instead of {len(few)}, the block at row position {few[worst]} "
         f"differs by {differences[worst]:.1e} (relative)",
-        mend,
+        fix,
     )
 
 
@@ -449,14 +449,14 @@ def _wanted_blocks(probe: Probe) -> Tensor:
 
 def _wrong_anchors(probe: Probe) -> Problem | None:
     eligible = naive_anchors(probe.samples)
-    mend = "anchors: t with loss_mask[t] = loss_mask[t+1] = 1 in one document; up to num_anchors per document"
+    fix = "anchors: t with loss_mask[t] = loss_mask[t+1] = 1 in one document; up to num_anchors per document"
     found = _drawn(probe, probe.row, 10_000)
     if sorted(found) != eligible:
         missing, extra = sorted(set(eligible) - set(found)), sorted(set(found) - set(eligible))
         return Problem(
             f"{len(set(found))} of {len(eligible)} eligible positions can be drawn; never drawn {missing[:6]}, "
             f"not eligible {extra[:6]}, drawn twice {len(found) - len(set(found))}",
-            mend,
+            fix,
         )
     documents = probe.row.document_ids[0].tolist()
     places = [sum(documents[a] == d for a in eligible) for d in range(len(probe.samples))]
@@ -468,26 +468,26 @@ def _wrong_anchors(probe: Probe) -> Problem | None:
             return Problem(
                 f"with a budget of {budget} per document, {counts} different anchors were drawn "
                 f"({len(few) - len(set(few))} twice), wanted {wanted}",
-                mend,
+                fix,
             )
     return None
 
 
 def _unstable_anchors(probe: Probe) -> Problem | None:
-    mend = "draw with a generator seeded by (seed, epoch, sample id) alone"
+    fix = "draw with a generator seeded by (seed, epoch, sample id) alone"
     row = probe.row
     if _drawn(probe, row, 3) != _drawn(probe, row, 3):
-        return Problem("two draws for the same row, epoch and seed differ: a resumed run would not be the same", mend)
+        return Problem("two draws for the same row, epoch and seed differ: a resumed run would not be the same", fix)
     alone = replace(probe.row_of(probe.reference_captured[1:2]), sequence_number=11, step=4)
     offset = len(probe.samples[0])
     in_row = [a - offset for a in _drawn(probe, row, 3) if 0 <= a - offset < len(probe.samples[1])]
     if _drawn(probe, alone, 3) != in_row:
-        return Problem("the draw for a conversation depends on its row and what it is packed with", mend)
+        return Problem("the draw for a conversation depends on its row and what it is packed with", fix)
     draws = {tuple(_drawn(probe, replace(row, epoch=epoch), 3)) for epoch in range(6)}
     if len(draws) == 1:
-        return Problem("six passes over the data draw the same anchors", mend)
+        return Problem("six passes over the data draw the same anchors", fix)
     seeds = {tuple(_drawn(probe, row, 3, seed)) for seed in range(6)}
-    return Problem("six seeds draw the same anchors", mend) if len(seeds) == 1 else None
+    return Problem("six seeds draw the same anchors", fix) if len(seeds) == 1 else None
 
 
 def _drawn(probe: Probe, row: PackedBatch, budget: int, seed: int = 0) -> list[int]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from draftline.audit.drafter_reference import DrafterView
-from draftline.target.layers import default_target_layer_ids
+from draftline.targets.layers import default_target_layer_ids
 
 ZLAB_READERS = ("z-lab", "vLLM", "SGLang", "llama.cpp")
 SPECULATORS_READERS = ("speculators", "vLLM")

@@ -265,13 +265,13 @@ def serving_mode(probe: Probe) -> Problem | None:
     if data is None or not (data.meta or data.report):
         raise NotApplicable("the data does not say how it was made")
     options = data.meta.get("template_options") or {}
-    mend = "serve and evaluate with the same template options, thinking mode and system prompt"
+    fix = "serve and evaluate with the same template options, thinking mode and system prompt"
     if options:
-        return Problem(f"its conversations were rendered with {options}", mend, "warning")
+        return Problem(f"its conversations were rendered with {options}", fix, "warning")
     thinking = data.report.get("thinking") or {}
     with_reasoning, total = thinking.get("with_reasoning", 0), sum(thinking.values())
     if total and 0.1 < with_reasoning / total < 0.9:
-        return Problem(f"{with_reasoning} of {total} answers think first, the others do not", mend, "warning")
+        return Problem(f"{with_reasoning} of {total} answers think first, the others do not", fix, "warning")
     return None
 
 

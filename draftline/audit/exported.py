@@ -21,8 +21,8 @@ from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, ExportError
-from draftline.export.folder import read_files
-from draftline.target.layers import default_target_layer_ids
+from draftline.formats.folder import read_files
+from draftline.targets.layers import default_target_layer_ids
 
 _ZLAB_KEYS = ("architectures", "model_type", "block_size", "num_target_layers", "dtype")
 _BLOCK_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
@@ -91,7 +91,7 @@ class Exported:
 def tensors(probe: Probe) -> Problem | None:
     found = exported(probe)
     if found.refusal:
-        return Problem(f"the export refuses: {found.refusal}", "mend what it names; nothing was written")
+        return Problem(f"the export refuses: {found.refusal}", "fix what it names; nothing was written")
     missing = sorted(found.weights.keys() - found.tensors.keys())
     extra = sorted(found.tensors.keys() - found.weights.keys() - _beside(probe))
     changed = [
@@ -136,8 +136,8 @@ def layer_ids(probe: Probe) -> Problem | None:
     told = _tree(probe).get("num_target_layers", depth)
     if told != depth:
         return Problem(f"num_target_layers is {told}, the target has {depth}", f"num_target_layers: {depth}")
-    mend = "convention A: 0-based layers whose output is read"
-    return _reading_differs(probe, ("target_layer_ids",), mend) or _other_convention(probe)
+    fix = "convention A: 0-based layers whose output is read"
+    return _reading_differs(probe, ("target_layer_ids",), fix) or _other_convention(probe)
 
 
 def _other_convention(probe: Probe) -> Problem | None:
@@ -187,14 +187,14 @@ def windows(probe: Probe) -> Problem | None:
 @check("EXP006", "a reader would rotate otherwise, or clamp positions", needs=("EXP001",))
 def rope(probe: Probe) -> Problem | None:
     layers, config = _exported(probe).layers, probe.subject.draft_model.config
-    mend = "write the rotary settings used in training, and at least the target's max_position_embeddings"
+    fix = "write the rotary settings used in training, and at least the target's max_position_embeddings"
     settings = rope_of(layers)
     partial = {k: settings.get(k, layers.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
     if any(value not in (None, 1, 1.0) for value in partial.values()):
-        return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", mend)
+        return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", fix)
     limit = min(r.view.max_position_embeddings for r in _exported(probe).readings if r.view is not None)
     if limit < config.max_position_embeddings:
-        return Problem(f"max_position_embeddings {limit}, trained with {config.max_position_embeddings}", mend)
+        return Problem(f"max_position_embeddings {limit}, trained with {config.max_position_embeddings}", fix)
     places = torch.tensor([0, 1, 100, 5000])
     found = rope_table(_view_with_rope(probe, settings), places)
     wanted = probe.subject.draft_model.rotary_emb(torch.zeros(1, device=probe.device), places[None].to(probe.device))
@@ -206,7 +206,7 @@ def rope(probe: Probe) -> Problem | None:
             return Problem(
                 f"table from the written settings {settings} differs at position {place} by {difference:.2e} from "
                 "that of training",
-                mend,
+                fix,
             )
     return None
 
@@ -214,14 +214,14 @@ def rope(probe: Probe) -> Problem | None:
 @check("EXP007", "block size, mask token or slot layout are written wrong", needs=("EXP001", "EXP002"))
 def block_layout(probe: Probe) -> Problem | None:
     tree, inner = _tree(probe), _exported(probe).block
-    mend = "write block_size at top level and in dflash_config, mask_token_id and the slot layout as trained"
+    fix = "write block_size at top level and in dflash_config, mask_token_id and the slot layout as trained"
     top, nested = tree.get("block_size"), inner.get("block_size")
     if None not in (top, nested) and top != nested:
-        return Problem(f"block_size is {top} at top level, {nested} in dflash_config", mend)
+        return Problem(f"block_size is {top} at top level, {nested} in dflash_config", fix)
     said, trained = inner.get("sample_from_anchor"), probe.subject.draft_model.config.sample_from_anchor
     if said is not None and bool(said) != trained:
-        return Problem(f"sample_from_anchor is written as {said}, trained with {trained}", mend)
-    return _reading_differs(probe, ("block_size", "mask_token_id", "first"), mend)
+        return Problem(f"sample_from_anchor is written as {said}, trained with {trained}", fix)
+    return _reading_differs(probe, ("block_size", "mask_token_id", "first"), fix)
 
 
 @check("EXP008", "scaling of embeddings or logits is not written", needs=("EXP001",))
@@ -281,12 +281,12 @@ def foreign_keys(probe: Probe) -> Problem | None:
 @check("EXP011", "a reader would use another embedding, head or vocabulary", needs=("EXP001",))
 def vocabulary(probe: Probe) -> Problem | None:
     found, target = _exported(probe), probe.subject.target
-    mend = "vocab_size: rows of the target's table, padding included; tie_word_embeddings: false; no head of its own"
+    fix = "vocab_size: rows of the target's table, padding included; tie_word_embeddings: false; no head of its own"
     rows = found.layers.get("vocab_size", target.vocab_size)
     if rows != target.vocab_size:
-        return Problem(f"vocab_size {rows}, the target's table has {target.vocab_size} rows", mend)
+        return Problem(f"vocab_size {rows}, the target's table has {target.vocab_size} rows", fix)
     if found.layers.get("tie_word_embeddings"):
-        return Problem("tie_word_embeddings is true: the drafter has neither embedding nor head", mend)
+        return Problem("tie_word_embeddings is true: the drafter has neither embedding nor head", fix)
     reduced = _reduced_mistake(probe, found)
     if reduced is not None:
         return reduced
@@ -308,22 +308,22 @@ def _beside(probe: Probe) -> set[str]:
 def _reduced_mistake(probe: Probe, found: Exported) -> Problem | None:
     """What readers of a reduced vocabulary would take otherwise than it was trained."""
     model = probe.subject.draft_model
-    mend = "write draft_vocab_size, d2t (offsets), t2d, and as lm_head the target's rows at the kept ids"
+    fix = "write draft_vocab_size, d2t (offsets), t2d, and as lm_head the target's rows at the kept ids"
     rows = found.tree.get("draft_vocab_size", model.config.head_rows)
     if rows != model.config.head_rows:
-        return Problem(f"draft_vocab_size {rows}, the drafter can say {model.config.head_rows} tokens", mend)
+        return Problem(f"draft_vocab_size {rows}, the drafter can say {model.config.head_rows} tokens", fix)
     if model.d2t is None:
         return None
     missing = sorted(_beside(probe) - found.tensors.keys())
     if missing:
-        return Problem(f"{missing[0]} is missing: vLLM would draft from the target's whole head", mend)
+        return Problem(f"{missing[0]} is missing: vLLM would draft from the target's whole head", fix)
     kept_ids = probe.kept_ids
     if found.tensors["t2d"].nonzero()[:, 0].tolist() != kept_ids.tolist():
-        return Problem("t2d keeps other tokens than d2t", mend)
+        return Problem("t2d keeps other tokens than d2t", fix)
     head = probe.subject.target.model.get_output_embeddings().get_parameter("weight").detach().cpu()
     stored = found.tensors["lm_head.weight"]
     if not _equal(stored, head[kept_ids].to(stored.dtype)):
-        return Problem("lm_head is not the target's rows at the tokens that d2t names", mend)
+        return Problem("lm_head is not the target's rows at the tokens that d2t names", fix)
     return None
 
 
@@ -411,14 +411,14 @@ def _tree(probe: Probe) -> dict[str, Any]:
     return _exported(probe).tree
 
 
-def _reading_differs(probe: Probe, names: tuple[str, ...], mend: str) -> Problem | None:
+def _reading_differs(probe: Probe, names: tuple[str, ...], fix: str) -> Problem | None:
     for reading in _exported(probe).readings:
         if reading.view is None:
             continue
         found = differences(reading.view, probe.view)
         for name in names:
             if name in found:
-                return Problem(f"{reading.reader} reads {found[name]}", mend)
+                return Problem(f"{reading.reader} reads {found[name]}", fix)
     return None
 
 

@@ -36,12 +36,12 @@ class Problem:
 
     Attributes:
         evidence: what was measured, with numbers.
-        mend: a command or a configuration line.
+        fix: a command or a configuration line.
         severity: an error makes the drafter useless or the run wrong; a warning may be meant.
     """
 
     evidence: str
-    mend: str
+    fix: str
     severity: Severity = "error"
 
 
@@ -53,7 +53,7 @@ class Finding:
     severity: Severity
     title: str
     evidence: str
-    mend: str
+    fix: str
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Check:
 
     def finding(self, problem: Problem) -> Finding:
         """The finding for a problem."""
-        return Finding(self.code, problem.severity, self.title, problem.evidence, problem.mend)
+        return Finding(self.code, problem.severity, self.title, problem.evidence, problem.fix)
 
 
 @dataclass(frozen=True)

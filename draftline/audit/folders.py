@@ -22,13 +22,13 @@ from draftline.data.split import choose_conversations
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine.replicas import frozen_target
 from draftline.errors import CheckpointError, ConfigError, TargetError
-from draftline.export.beginning import drafter_to_continue, set_first_weights, settings_of
-from draftline.export.facts import Given
-from draftline.export.folder import read_config, read_files
-from draftline.export.importing import checkpoint_folder, load_drafter
+from draftline.formats.beginning import drafter_to_continue, set_first_weights, settings_of
+from draftline.formats.facts import Given
+from draftline.formats.folder import read_config, read_files
+from draftline.formats.importing import checkpoint_folder, load_drafter
 from draftline.run import HELDOUT_FOLDER, choose_vocabulary, drafter_device
-from draftline.target.drafter_shape import resolve_drafter_config
-from draftline.target.model import Target, load_target
+from draftline.targets.drafter_shape import resolve_drafter_config
+from draftline.targets.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
 from draftline.train.drafter import Drafter
 
@@ -94,7 +94,9 @@ def audit_run_folder(
     """
     place = checkpoint_folder(folder)
     if place is None:
-        raise CheckpointError(f"{folder} is no run folder: it has no checkpoint; name one written by `draftline train`")
+        raise CheckpointError(
+            f"{folder} is not a run folder: it has no checkpoint; name one that `draftline train` wrote"
+        )
     config = read_checkpoint(place).run_config
     draft_model = load_draft_model(folder).to(drafter_device(config.train.device))
     target = target or load_target(config.target)
@@ -128,8 +130,8 @@ def audit_checkpoint(
         notes = describe(read_files(folder))
         loaded = load_drafter(folder, given, target)
     except (CheckpointError, TargetError) as error:
-        mend = "mend what it names; `draftline import` takes facts that are missing; or name the target it was made for"
-        return AuditReport([_unusable(str(error), mend)], [], notes)
+        fix = "fix what it names; `draftline import` takes facts that are missing; or name the target it was made for"
+        return AuditReport([_unusable(str(error), fix)], [], notes)
     broken = [name for name, weight in loaded.draft_model.named_parameters() if not weight.isfinite().all()]
     if broken:
         evidence = f"{len(broken)} tensors have values that are not finite, first {broken[0]}"
@@ -140,9 +142,9 @@ def audit_checkpoint(
     return AuditReport(report.findings, report.checks, [*notes, *loaded.notes, *report.notes])
 
 
-def _unusable(evidence: str, mend: str) -> Finding:
+def _unusable(evidence: str, fix: str) -> Finding:
     code, title = UNUSABLE
-    return Finding(code, "error", title, evidence, mend)
+    return Finding(code, "error", title, evidence, fix)
 
 
 def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:

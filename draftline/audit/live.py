@@ -22,10 +22,10 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows
 from draftline.engine.replicas import frozen_target
 from draftline.evaluate import acceptance, generate
-from draftline.export import speculators, zlab
+from draftline.formats import speculators, zlab
 from draftline.records import Sample, StepMetrics
-from draftline.target.loop import TargetForwardLoop
-from draftline.target.model import Target
+from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import Target
 from draftline.train import checkpoint, drafter, optim
 from draftline.train.state import TrainState
 

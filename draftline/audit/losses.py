@@ -38,12 +38,12 @@ _FITS = 0.9
 @check("LOS001", "the loss is not hard cross entropy", needs=("TGT002", "TGT003", "TGT008"))
 def hard_cross_entropy(probe: Probe) -> Problem | None:
     used = labels_used(probe)
-    mend = "sum weight * F.cross_entropy(logits, label) over supervised slots, no smoothing, temperature or mixture"
+    fix = "sum weight * F.cross_entropy(logits, label) over supervised slots, no smoothing, temperature or mixture"
     if used.fit < _FITS:
         return Problem(
             f"the gradient is that of hard cross entropy at only {used.fit:.1%} of slots, whatever label is assumed"
             f"{soft_hint(probe, used)}",
-            mend,
+            fix,
         )
     if used.truth_fit < 1.0:
         return None
@@ -55,7 +55,7 @@ def hard_cross_entropy(probe: Probe) -> Problem | None:
     )
     difference = abs(used.trace.loss - wanted) / max(abs(wanted), 1e-9)
     if difference > 3 * probe.tolerance:
-        return Problem(f"loss of the probe row {used.trace.loss:.5f}, sum of weight * cross entropy {wanted:.5f}", mend)
+        return Problem(f"loss of the probe row {used.trace.loss:.5f}, sum of weight * cross entropy {wanted:.5f}", fix)
     return None
 
 
@@ -112,18 +112,18 @@ def right_slots(probe: Probe) -> Problem | None:
     extra, missing = sorted(found - wanted), sorted(wanted - found)
     counted = [int(count) for count in trace.metrics.slots_P.tolist()]
     by_slot = [sum(slot == k for _, slot, _ in supervised(probe)) for k in range(probe.block_size)]
-    mend = (
+    fix = (
         "supervise the unbroken run of answer tokens after the anchor: not the anchor's own slot, nothing past the "
         "answer or the document, and keep the slots of a partial block"
     )
     if not extra and not missing:
         if counted == by_slot:
             return None
-        return Problem(f"supervised slots by place in the block: counted {counted}, are {by_slot}", mend)
+        return Problem(f"supervised slots by place in the block: counted {counted}, are {by_slot}", fix)
     return Problem(
         f"{len(extra)} slots carry a loss that should not{_examples(probe, extra)}; {len(missing)} carry none that "
         f"should{_examples(probe, missing)}",
-        mend,
+        fix,
     )
 
 
@@ -138,17 +138,17 @@ def split_invariance(probe: Probe) -> Problem | None:
         parts = _step_gradients(probe, [probe.row_of([item]) for item in probe.reference_captured])
         direct = _direct_gradients(probe)
     split = _gradient_difference(parts, whole)
-    mend = "sum the loss over all rows and ranks of a step, and divide once by the global count of supervised slots"
+    fix = "sum the loss over all rows and ranks of a step, and divide once by the global count of supervised slots"
     if split > 1e-3:
-        return Problem(f"one row, or the same in three micro-batches: gradients differ by {split:.1e} (relative)", mend)
+        return Problem(f"one row, or the same in three micro-batches: gradients differ by {split:.1e} (relative)", fix)
     ratio = _norm(whole) / max(_norm(direct), 1e-30)
     if abs(ratio - 1) > 1e-3 or _gradient_difference(whole, direct) > 1e-3:
-        return Problem(f"the step's gradient is {ratio:.4f} times the sum over slots divided by their number", mend)
+        return Problem(f"the step's gradient is {ratio:.4f} times the sum over slots divided by their number", fix)
     used = labels_used(probe)
     factor = constant_ratio(probe, used) if used.truth_fit == 1.0 else 1.0
     if factor is not None and abs(factor - 1) > 1e-2:
         return Problem(
-            f"the loss of a row is {factor:.4f} times its sum over slots: it is divided before rows are added", mend
+            f"the loss of a row is {factor:.4f} times its sum over slots: it is divided before rows are added", fix
         )
     return None
 
@@ -210,7 +210,7 @@ def right_metrics(probe: Probe) -> Problem | None:
     name = different[0]
     return Problem(
         f"with {len(wrong_slots)} slots answered wrongly on purpose, {name}: counted {found[name]}, are {wanted[name]}",
-        "count sums per block, add them over rows and ranks, divide once; the bonus token is no part of the streak",
+        "count sums per block, add them over rows and ranks, divide once; the bonus token is not part of the streak",
     )
 
 

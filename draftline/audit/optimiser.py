@@ -91,7 +91,7 @@ def schedule(probe: Probe) -> Problem | None:
     rates = [probe.subject.learning_rate(update, total) for update in range(total)]
     peak, top = max(rates), rates.index(max(rates))
     wanted_top = round(config.warmup_fraction * total)
-    mend = "a linear rise over warmup_fraction of all updates, then half a cosine to final_fraction"
+    fix = "a linear rise over warmup_fraction of all updates, then half a cosine to final_fraction"
     falling = all(a >= b - 1e-12 for a, b in pairwise(rates[top:]))
     rising = all(a <= b + 1e-12 for a, b in pairwise(rates[: top + 1]))
     middle = rates[top + (total - top) // 2] if top < total - 2 else peak
@@ -110,7 +110,7 @@ def schedule(probe: Probe) -> Problem | None:
         f"half-way rate {middle:.3g}, wanted {half:.3g}": abs(middle - half) <= 0.05 * config.learning_rate,
     }
     wrong = [text for text, right in faults.items() if not right]
-    return Problem(f"over {total} updates: {wrong[0]}", mend) if wrong else _unused_rate(probe)
+    return Problem(f"over {total} updates: {wrong[0]}", fix) if wrong else _unused_rate(probe)
 
 
 def _unused_rate(probe: Probe) -> Problem | None:

@@ -97,7 +97,7 @@ class Probe:
         if d2t is None:
             return torch.arange(self.subject.target.vocab_size)
         if self.mapping_fault is not None:
-            raise NotApplicable("the drafter's vocabulary is no mapping, see DRF013")
+            raise NotApplicable("the drafter's vocabulary is not a mapping, see DRF013")
         return kept_ids_of(d2t.cpu())
 
     @property

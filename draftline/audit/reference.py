@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftline.records import Sample
-from draftline.target.model import Target
+from draftline.targets.model import Target
 
 
 @dataclass(frozen=True, eq=False)

@@ -84,7 +84,7 @@ class AuditReport:
             style = "bold red" if finding.severity == "error" else "bold yellow"
             _print(console, finding.severity.upper(), f"{finding.code}  {finding.title}", style)
             _print(console, "", f"found: {finding.evidence}")
-            _print(console, "", f"mend:  {finding.mend}")
+            _print(console, "", f"fix:   {finding.fix}")
         for result in self.checks:
             if result.status == "crashed":
                 _print(console, "CRASHED", f"{result.code}  not examined: {CHECKS[result.code].title}", "bold red")
@@ -154,7 +154,9 @@ def chosen_checks(select: Collection[str], ignore: Collection[str]) -> list[Chec
     """
     for word in (*select, *ignore):
         if word not in CHECKS and word not in AREAS:
-            raise ConfigError(f"{word!r} is no check: known are the areas {', '.join(AREAS)} and codes such as TGT001")
+            raise ConfigError(
+                f"{word!r} is not a check: known are the areas {', '.join(AREAS)} and codes such as TGT001"
+            )
     areas = list(AREAS)
     in_order = sorted(CHECKS.values(), key=lambda one: (areas.index(one.code[:3]), one.code))
     chosen = [one for one in in_order if _matches(one, select or AREAS) and not _matches(one, ignore)]

@@ -21,7 +21,7 @@ from draftline.draft.attention import Attention
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import Generation
 from draftline.records import CapturedSample, PackedBatch, Sample, StepMetrics
-from draftline.target.model import Target
+from draftline.targets.model import Target
 from draftline.train.step import FrozenTarget, StepResult
 
 

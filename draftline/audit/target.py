@@ -59,7 +59,7 @@ def own_predictions(probe: Probe) -> Problem | None:
 
 @check("TGT003", "what is done to the captured states reaches the training targets", needs=("TGT001",))
 def clean_targets(probe: Probe) -> Problem | None:
-    mend = "add noise to a copy of the captured states, after the training targets were taken"
+    fix = "add noise to a copy of the captured states, after the training targets were taken"
     again = [probe.subject.capture([sample])[0] for sample in probe.samples]
     for sample, first, second in zip(probe.samples, probe.captured, again, strict=True):
         differing = probe.target_ids_of(first) != probe.target_ids_of(second)
@@ -68,16 +68,16 @@ def clean_targets(probe: Probe) -> Problem | None:
             return Problem(
                 f"two captures of sample {sample.sample_id} give other training targets at {int(differing.sum())} of "
                 f"{len(sample)} tokens (last states differ by {states_differ:.1e})",
-                mend,
+                fix,
             )
     source = target_source(probe)
     if source.perturbed:
         return Problem(
             f"training targets equal the target's own at {source.agreement:.1%}: the last layer's states were changed "
             f"before the head (relative difference {source.distance:.1e})",
-            mend,
+            fix,
         )
-    return _shared_memory(probe, mend) or _loss_depends_on_states(probe, mend)
+    return _shared_memory(probe, fix) or _loss_depends_on_states(probe, fix)
 
 
 @check("TGT004", "captured states come from other layers than the drafter is told", needs=("TGT001",))
@@ -118,7 +118,7 @@ def usable_states(probe: Probe) -> Problem | None:
     try:
         captured = [probe.subject.capture([sample])[0] for sample in probe.samples]
     except TargetError as error:
-        return Problem(f"the capture refuses: {error}", "mend what it names")
+        return Problem(f"the capture refuses: {error}", "fix what it names")
     for sample, item in zip(probe.samples, captured, strict=True):
         states = item.hidden_states_SLD
         bad = (~states.isfinite().all(-1)) | (states == 0).all(-1)
@@ -150,27 +150,27 @@ def batch_independent(probe: Probe) -> Problem | None:
 @check("TGT008", "the head that the loss uses is not the target's")
 def head_identity(probe: Probe) -> Problem | None:
     head = probe.subject.frozen.head
-    mend = "use the target's own norm and lm_head modules, with the scaling and soft cap of its ForCausalLM.forward"
+    fix = "use the target's own norm and lm_head modules, with the scaling and soft cap of its ForCausalLM.forward"
     for forward in probe.reference:
         states = forward.normed.to(probe.device)
         with torch.no_grad():
             found = head.logits(states)
         if found.shape != forward.logits.shape:
-            return Problem(f"it gives {found.shape[-1]} logits, the target {forward.logits.shape[-1]}", mend)
+            return Problem(f"it gives {found.shape[-1]} logits, the target {forward.logits.shape[-1]}", fix)
         difference = relative_difference(found, forward.logits)
         if difference > probe.tolerance:
             ratio = float((found.double().cpu() * forward.logits.double().cpu()).sum())
             ratio /= float(forward.logits.double().square().sum())
             return Problem(
                 f"logits of the same states differ by {difference:.1e} (relative; best factor {ratio:.3f})",
-                mend,
+                fix,
             )
         ids = head.target_ids(forward.layers[-1].to(probe.device), 7).cpu()
         wrong = without_ties(ids != forward.next_ids.cpu(), forward)
         if wrong.any():
             return Problem(
                 f"its greedy tokens from the last layer differ from the target's at {int(wrong.sum())} of {len(ids)}",
-                mend,
+                fix,
             )
     return None
 
@@ -208,14 +208,14 @@ def frozen_target(probe: Probe) -> Problem | None:
 @check("TGT011", "captured layers are out of range, doubled, unordered, or include the last layer")
 def layer_choice(probe: Probe) -> Problem | None:
     ids, depth = list(probe.layer_ids), probe.subject.target.num_layers
-    mend = f"drafter.target_layer_ids: distinct, increasing, from 0..{depth - 2}"
+    fix = f"drafter.target_layer_ids: distinct, increasing, from 0..{depth - 2}"
     if any(not 0 <= i < depth for i in ids) or sorted(set(ids)) != ids:
-        return Problem(f"target_layer_ids {ids} for a target of {depth} layers", mend)
+        return Problem(f"target_layer_ids {ids} for a target of {depth} layers", fix)
     if depth - 1 in ids:
         return Problem(
             f"target_layer_ids {ids} has the last layer, {depth - 1}: some programs read it before the final norm, "
             "some after it",
-            mend,
+            fix,
         )
     told = probe.subject.draft_model.config.num_target_layers
     if told != depth:
@@ -300,7 +300,7 @@ def _labels_of_a_layer(probe: Probe) -> Problem | None:
     )
 
 
-def _shared_memory(probe: Probe, mend: str) -> Problem | None:
+def _shared_memory(probe: Probe, fix: str) -> Problem | None:
     """Write into captured states, as noise in place would, and see whether the targets follow."""
     captured = probe.subject.capture(probe.samples)
     packed = probe.subject.pack(probe.plan, captured)
@@ -313,11 +313,11 @@ def _shared_memory(probe: Probe, mend: str) -> Problem | None:
         before = last.clone()
         states.add_(1.0)
         if not torch.equal(before, last):
-            return Problem(f"in {name}, both sets of states share their memory: writing into one changes both", mend)
+            return Problem(f"in {name}, both sets of states share their memory: writing into one changes both", fix)
     return None
 
 
-def _loss_depends_on_states(probe: Probe, mend: str) -> Problem | None:
+def _loss_depends_on_states(probe: Probe, fix: str) -> Problem | None:
     if probe.subject.config.loss.labels != "target":
         return None
     changed = replace(probe.row, hidden_states_packed=probe.row.hidden_states_packed + 3.0)
@@ -328,12 +328,12 @@ def _loss_depends_on_states(probe: Probe, mend: str) -> Problem | None:
         return Problem(
             f"after a change of the fc input alone, only {after.truth_fit:.1%} of labels are still the target's own "
             f"({before.truth_fit:.1%} before)",
-            mend,
+            fix,
         )
     # with a reduced vocabulary some wrong labels are sooner those of tokens outside it, which LOS002 tells apart
     whole_vocabulary = probe.subject.draft_model.d2t is None
     if noisy and whole_vocabulary and probe.row.verifier_last_hidden_packed is not None:
-        return Problem(f"in the loss only {before.truth_fit:.1%} of labels are the target's own predictions", mend)
+        return Problem(f"in the loss only {before.truth_fit:.1%} of labels are the target's own predictions", fix)
     return None
 
 

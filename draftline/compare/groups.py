@@ -68,8 +68,8 @@ def compare_groups(
         lower_is_better: of that value; None: if its name says loss or error.
 
     Raises:
-        ConfigError: fewer than two groups, an empty one, or a margin that is no share.
-        DataError: something is no run, is damaged, or there is no common value or step.
+        ConfigError: fewer than two groups, an empty one, or a margin that is not a share.
+        DataError: something is not a run, is damaged, or there is no common value or step.
     """
     _check(groups, margin)
     runs = {name: tuple(read_trajectory(path) for path in paths) for name, paths in groups.items()}
@@ -116,7 +116,7 @@ def name_groups(words: Sequence[str], baseline: Sequence[str], candidate: Sequen
 
 
 def _matching(words: Sequence[str]) -> list[Path]:
-    """Paths of runs; a word that is no path may be a pattern."""
+    """Paths of runs; a word that is not a path may be a pattern."""
     if not all(words):
         raise ConfigError("a run has no name: name an existing folder or file")
     found: list[Path] = []
@@ -331,8 +331,8 @@ def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, bool
     low, high = ratio.low, ratio.high
     if low is None or high is None:
         unsure = "too few measurements were made to say how sure that is: no verdict"
-        mend = "measure more often (train.eval_every), or give several runs a side"
-        return None, False, f"{where} is {_change(ratio.value)}, but {unsure}; {mend}."
+        fix = "measure more often (train.eval_every), or give several runs a side"
+        return None, False, f"{where} is {_change(ratio.value)}, but {unsure}; {fix}."
     above, below = low > 1 + margin, high < 1 - margin
     verdict: Verdict = "same" if not (above or below) else "better" if above == found.rising else "worse"
     sure = f"95 % interval {_change(low)} to {_change(high)}, from {_BASES[ratio.basis]}"

@@ -5,8 +5,8 @@
     a CSV file              a step column, value columns, if there are any also tokens and seconds
     a TensorBoard folder    the scalars of its event files; seconds are wall-clock times since the first
 
-A value that is missing at a step (an empty cell, null) was not measured there; anything else that is no finite number
-is an error when that value is asked for, so that damage in a column nobody compares stops nothing.
+A value that is missing at a step (an empty cell, null) was not measured there; anything else that is not a finite
+number is an error when that value is asked for, so that damage in a column nobody compares stops nothing.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def read_trajectory(path: Path) -> Trajectory:
         return _read_run(path)
     if any(path.glob(EVENT_FILES)):
         return _read_events(path)
-    raise DataError(f"{path} is no run: {_what_is_missing(path)}")
+    raise DataError(f"{path} is not a run: {_what_is_missing(path)}")
 
 
 def _what_is_missing(folder: Path) -> str:
@@ -199,7 +199,7 @@ def _read_csv(path: Path) -> Trajectory:
     rows: list[tuple[int, dict[str, Any]]] = []
     for number, cells in enumerate(table, 2):
         if len(cells) > len(header):
-            raise DataError(f"{path} line {number} has {len(cells)} cells for {len(header)} columns: mend the line")
+            raise DataError(f"{path} line {number} has {len(cells)} cells for {len(header)} columns: fix the line")
         row: dict[str, Any] = dict(zip(header, cells, strict=False))
         if any(cell.strip() for cell in cells):
             rows.append((number, _with_axes(path, number, row, axes)))
@@ -272,7 +272,7 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"{path} cannot be read ({reason}): name a run folder, a CSV file or a JSONL file") from error
 
 
@@ -285,7 +285,7 @@ def _number(value: Any, where: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where} is {value!r}, which is no number: mend or delete the line") from error
+        raise DataError(f"{where} is {value!r}, which is not a number: fix or delete the line") from error
     if not math.isfinite(number):
         raise DataError(f"{where} is {value}: the run diverged there or measured nothing; cut the file before it")
     return number

@@ -111,7 +111,7 @@ def _read_answers(path: Path) -> tuple[dict[str, Answer], int]:
             answer = Answer.model_validate(json.loads(line))
         except (ValidationError, ValueError) as error:
             raise DataError(
-                f"line {number} of {path} is no stored answer; delete that line, or the file to answer everything again"
+                f"line {number} of {path} is not a stored answer; delete that line, or the file to answer all again"
             ) from error
         answers[answer.key] = answer
     return answers, len(whole)

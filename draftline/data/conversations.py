@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class FunctionCall(_Strict):
-    """The call of one function; `arguments` is an object, or a text that is no JSON object."""
+    """The call of one function; `arguments` is an object, or a text that is not a JSON object."""
 
     name: str
     arguments: dict[str, Any] | str

@@ -70,7 +70,7 @@ class PreparedDataset:
             ids, mask = _map(folder / IDS_FILE, np.dtype(np.int32)), _map(folder / MASK_FILE, np.dtype(np.uint8))
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{folder} is no complete prepared data set; run `draftline prepare ... --out` with this folder"
+                f"{folder} is not a complete prepared data set; run `draftline prepare ... --out` with this folder"
             ) from error
         if meta.get("format") != FORMAT or len(ids) != len(mask):
             raise DataError(f"{folder} was prepared by another version of Draftline; run `draftline prepare` again")

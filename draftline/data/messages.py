@@ -172,7 +172,7 @@ def parse_call(value: Any) -> ToolCall:
 
 
 def _shared_call(content: str, notes: list[str]) -> tuple[tuple[ToolCall, ...], str]:
-    """The calls in a ShareGPT `function_call` turn; text that is no call stays content."""
+    """The calls in a ShareGPT `function_call` turn; text that is not a call stays content."""
     try:
         value = json.loads(content)
         return tuple(parse_call(call) for call in (value if isinstance(value, list) else [value])), ""

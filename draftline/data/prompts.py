@@ -42,7 +42,7 @@ def read_prompts(names: Sequence[str], limit: int | None = None) -> list[Prompt]
     would be compared with others as if it were the same.
 
     Raises:
-        DataError: a row is unreadable, is no prompt, has a user turn without text, or nothing is there.
+        DataError: a row is unreadable, is not a prompt, has a user turn without text, or nothing is there.
     """
     prompts = [_prompt(row) for source in resolve_sources(names) for row in islice(read_rows([source]), limit)]
     if not prompts:
@@ -62,17 +62,17 @@ def refuse_empty(prompts: Iterable[Prompt]) -> None:
     if empty:
         raise DataError(
             f"{len(empty)} of {len(prompts)} prompts have no text in a user turn, the first is {empty[0].place}: "
-            "mend or delete such lines"
+            "fix or delete such lines"
         )
 
 
 def _prompt(row: RawRow) -> Prompt:
     where = f"{row.source} line {row.line}"
     if row.fault is not None:
-        raise DataError(f"{where} cannot be read ({row.fault}): mend or delete the line")
+        raise DataError(f"{where} cannot be read ({row.fault}): fix or delete the line")
     parsed = parse_row(row.value)
     if not isinstance(parsed, Chat):
-        raise DataError(f'{where} is no prompt: write it as {{"turns": ["..."]}} or as messages')
+        raise DataError(f'{where} is not a prompt: write it as {{"turns": ["..."]}} or as messages')
     return Prompt(row.source, row.line, parsed.conversation)
 
 

@@ -59,7 +59,7 @@ class RenderedConversation:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Why a conversation cannot be rendered: its name in the report, and more for whoever wants to mend it."""
+    """Why a conversation cannot be rendered: its name in the report, and more for whoever wants to fix it."""
 
     reason: str
     detail: str = ""

@@ -156,8 +156,8 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
     if accounting.rows_out == 0:
         reasons = accounting.dropped.reasons
         most = max(reasons, key=lambda reason: reasons[reason]["count"])
-        mend = _MENDS.get(most.partition(":")[0], "mend these lines")
-        raise DataError(f"none of {accounting.rows_in} rows can be used ({counts}): {mend}")
+        fix = _MENDS.get(most.partition(":")[0], "fix these lines")
+        raise DataError(f"none of {accounting.rows_in} rows can be used ({counts}): {fix}")
     damaged = accounting.dropped.reasons.get("damaged_file")
     if damaged is not None and max_unreadable < 1:
         raise DataError(
@@ -167,13 +167,13 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
     if strict and accounting.dropped.total:
         raise DataError(
             f"{accounting.dropped.total} of {accounting.rows_in} rows are dropped ({counts}); "
-            "mend them, or leave out --strict"
+            "fix them, or leave out --strict"
         )
     unreadable = accounting.unreadable()
     if unreadable > max_unreadable * accounting.rows_in:
         raise DataError(
             f"{unreadable} of {accounting.rows_in} rows are unreadable, more than {max_unreadable:.1%} ({counts}); "
-            "mend the file, or raise --max-unreadable"
+            "fix the file, or raise --max-unreadable"
         )
 
 

@@ -202,7 +202,7 @@ class _Unanswerable(Exception):
 
 
 class _Unreadable(Exception):
-    """A reply is no chat completion."""
+    """A reply is not a chat completion."""
 
 
 @dataclass(frozen=True)
@@ -246,5 +246,5 @@ def _read_reply(reply: httpx.Response, key: str) -> Answer:
     except (LookupError, TypeError, AttributeError, ValueError, BadRow) as error:
         said = " ".join(reply.text.split())[:200]
         raise _Unreadable(
-            f"the reply is no chat completion: {said!r}; --base-url ends in /v1 on most servers"
+            f"the reply is not a chat completion: {said!r}; --base-url ends in /v1 on most servers"
         ) from error

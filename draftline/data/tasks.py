@@ -94,7 +94,7 @@ def find_task(word: str) -> tuple[TaskSet, str | None]:
         close = get_close_matches(_plain(name), _BY_NAME, n=1, cutoff=0.5)
         nearest = f"did you mean {_BY_NAME[close[0]].name}? " if close else ""
         names = ", ".join(task.name for task in _SETS)
-        raise ConfigError(f"{name!r} is no task set: {nearest}known are {names}; other prompts go to --prompts")
+        raise ConfigError(f"{name!r} is not a task set: {nearest}known are {names}; other prompts go to --prompts")
     if "=" in word and not path:
         raise ConfigError(f"--task {word} names no file: write {name}=FILE, or {name} alone for the hub")
     return found, path or None
@@ -124,15 +124,15 @@ def read_task(word: str, limit: int | None = None) -> list[Prompt]:
 def _conversation(task: TaskSet, row: RawRow) -> Conversation:
     where = f"{row.source} line {row.line}"
     if row.fault is not None:
-        raise DataError(f"{where} cannot be read ({row.fault}): mend or delete the line")
+        raise DataError(f"{where} cannot be read ({row.fault}): fix or delete the line")
     turns = _turns_of(task, row.value)
     if turns is None:
         has = ", ".join(row.value) if isinstance(row.value, dict) else type(row.value).__name__
         held = [c for c in task.columns if isinstance(row.value, dict) and all(column in row.value for column in c)]
         if held:
-            raise DataError(f"{where}: {' and '.join(held[0])} of {task.name} holds no text: mend or delete the line")
+            raise DataError(f"{where}: {' and '.join(held[0])} of {task.name} holds no text: fix or delete the line")
         wanted = " or ".join(" and ".join(columns) for columns in task.columns)
-        raise DataError(f"{where} is no row of {task.name}: it has {has}, not {wanted}; give a copy of that set")
+        raise DataError(f"{where} is not a row of {task.name}: it has {has}, not {wanted}; give a copy of that set")
     return Conversation(messages=tuple(Message(role="user", content=turn) for turn in turns))
 
 

@@ -41,7 +41,7 @@ def count_supervised(samples: Samples, sample_ids: Sequence[int] | NDArray[np.in
     """How often each token is supervised in some conversations, [V] int64; reads them once.
 
     Raises:
-        DataError: a token is no row of the target's table.
+        DataError: a token is not a row of the target's table.
     """
     counts_V = torch.zeros(vocab_size, dtype=torch.int64)
     for start in range(0, len(sample_ids), _SAMPLES_AT_ONCE):

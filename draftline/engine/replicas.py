@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from draftline.config import TargetConfig
-from draftline.target.head import ReducedHead
-from draftline.target.model import Target, build_target, load_target, resolve_device
+from draftline.targets.head import ReducedHead
+from draftline.targets.model import Target, build_target, load_target, resolve_device
 from draftline.train.step import FrozenTarget
 
 

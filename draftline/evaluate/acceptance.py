@@ -30,9 +30,9 @@ from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.interval import Interval, ratio_interval
 from draftline.records import CapturedSample, Sample
-from draftline.target.head import head_of_drafter
-from draftline.target.loop import TargetForwardLoop
-from draftline.target.model import Target
+from draftline.targets.head import head_of_drafter
+from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import Target
 
 _SLOTS_PER_PRODUCT = 2048
 """Slots whose logits exist at the same time in the walk."""

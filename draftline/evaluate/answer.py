@@ -13,7 +13,7 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate.generate import generate
 from draftline.evaluate.sampling import Sampling
-from draftline.target.model import Target
+from draftline.targets.model import Target
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from draftline.evaluate.result import EvaluationResult
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.summary import summarise
 from draftline.evaluate.turn import DecodedTurn, answer_dialogue
-from draftline.target.model import Target
+from draftline.targets.model import Target
 
 Progress = Callable[[int, int], None]
 """Called with answered turns and all turns."""

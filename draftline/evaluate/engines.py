@@ -105,7 +105,7 @@ class Engine:
         read: takes one event of the streamed answer into the reply.
         metrics: what its counters in `/metrics` are called before `spec_decode_`; None if it has none there.
         tokens_metric: counter of generated tokens.
-        mend: how it is started so that it counts.
+        fix: how it is started so that it counts.
     """
 
     name: str
@@ -115,7 +115,7 @@ class Engine:
     read: Callable[[dict[str, Any], Reply], None]
     metrics: str | None
     tokens_metric: str
-    mend: str
+    fix: str
 
     def counts(self, metrics_text: str) -> DraftCounts | None:
         """The counters in the text of `/metrics`, summed over all labels; None if there are none.
@@ -228,7 +228,7 @@ ENGINES = (
         read=_vllm_read,
         metrics="vllm:",
         tokens_metric="vllm:generation_tokens_total",
-        mend="start it with the --speculative-config that `draftline export --for vllm` prints",
+        fix="start it with the --speculative-config that `draftline export --for vllm` prints",
     ),
     Engine(
         name="llama.cpp",
@@ -238,7 +238,7 @@ ENGINES = (
         read=_llama_read,
         metrics="llamacpp:",
         tokens_metric="llamacpp:tokens_predicted_total",
-        mend="start it with the --spec-type and -md that `draftline export --for llama.cpp` prints",
+        fix="start it with the --spec-type and -md that `draftline export --for llama.cpp` prints",
     ),
     Engine(
         name="SGLang",
@@ -248,7 +248,7 @@ ENGINES = (
         read=_sglang_read,
         metrics=None,
         tokens_metric="",
-        mend="start it with the --speculative-algorithm that `draftline export --for sglang` prints",
+        fix="start it with the --speculative-algorithm that `draftline export --for sglang` prints",
     ),
 )
 """The programs whose counters are known."""

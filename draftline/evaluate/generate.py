@@ -27,8 +27,8 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError, TargetError
 from draftline.evaluate.sampling import GREEDY, Sampling, draw, verify_greedy, verify_sampled
 from draftline.evaluate.target_state import open_target_state
-from draftline.target.head import head_of_drafter
-from draftline.target.model import Target
+from draftline.targets.head import head_of_drafter
+from draftline.targets.model import Target
 
 
 @dataclass(frozen=True)

@@ -36,9 +36,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(f"temperature {self.temperature} is no temperature: give 0 (greedy) or a positive number")
+            raise ConfigError(
+                f"temperature {self.temperature} is not a temperature: give 0 (greedy) or a positive number"
+            )
         if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p {self.top_p} is no probability: give a number above 0, at most 1 (keeps all)")
+            raise ConfigError(f"top_p {self.top_p} is not a probability: give a number above 0, at most 1 (keeps all)")
         if self.top_k < 0:
             raise ConfigError(f"top_k {self.top_k} is negative: give 0 (keeps all) or a number of tokens")
 

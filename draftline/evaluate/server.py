@@ -108,7 +108,7 @@ async def _find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: st
         reply = await client.get(f"{endpoint.url}/models", timeout=_ANSWER_S)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise ServerError(
-            f"the server at {endpoint.url} does not answer ({describe_failure(error)}): start it, or mend --base-url"
+            f"the server at {endpoint.url} does not answer ({describe_failure(error)}): start it, or fix --base-url"
         ) from error
     if reply.status_code in (401, 403):
         raise ServerError(
@@ -130,7 +130,7 @@ async def _find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: st
     engine = next((engine for engine in ENGINES if engine.owner == owners[model]), None)
     if engine is None:
         raise ServerError(
-            f"the server at {endpoint.url} is no vLLM, SGLang or llama.cpp (its models are of {owners[model]!r}): "
+            f"the server at {endpoint.url} is not vLLM, SGLang or llama.cpp (its models are of {owners[model]!r}): "
             "the counters of other programs are not known"
         )
     return engine, model
@@ -156,7 +156,7 @@ class _Server:
         if reply.tokens > 2 and reply.counts is None and not (after is not None and after.drafts):
             raise ServerError(
                 f"the {self.engine.name} at {self._endpoint.url} counts no drafted tokens: "
-                f"it was started without a drafter; {self.engine.mend}"
+                f"it was started without a drafter; {self.engine.fix}"
             )
 
     async def ask(self, input_ids: list[int], max_new_tokens: int) -> tuple[Reply, float, float]:
@@ -319,7 +319,7 @@ def _event(line: str) -> dict[str, Any] | None:
         return None
     event = json.loads(line[5:])
     if not isinstance(event, dict):
-        raise TypeError("an event is no object")
+        raise TypeError("an event is not an object")
     if "error" in event:
         raise ValueError(str(event["error"])[:200])
     return event

@@ -67,9 +67,9 @@ def parse_template_options(words: Sequence[str]) -> dict[str, Any]:
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key.isidentifier() or key in TEMPLATE_ARGUMENTS:
-            raise ConfigError(f"--template-option {word!r} is no option of a chat template: write KEY=VALUE")
+            raise ConfigError(f"--template-option {word!r} is not an option of a chat template: write KEY=VALUE")
         try:
             options[key] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise ConfigError(f"--template-option {word!r}: {value!r} is no YAML value: quote it") from error
+            raise ConfigError(f"--template-option {word!r}: {value!r} is not a YAML value: quote it") from error
     return options

@@ -32,7 +32,7 @@ from draftline.evaluate.pieces import text_pieces
 from draftline.evaluate.result import Counts, Difference, EvaluationResult, TurnResult
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.turn import DecodedTurn
-from draftline.target.model import Target
+from draftline.targets.model import Target
 
 _UNDEFINED = (math.nan, math.nan)
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from draftline.errors import TargetError
-from draftline.target.capture import HookCapture
-from draftline.target.model import Target
+from draftline.targets.capture import HookCapture
+from draftline.targets.model import Target
 
 _CROPPABLE = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DynamicIndexedLayer", "DummyLayer"})
 """Cache layers whose `crop` brings them back exactly; by name, as not every supported transformers has them all."""

@@ -16,7 +16,7 @@ from draftline.data.regenerate import make_answer, render_prompt, stop_token_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import Generation, fits, generate, generate_plain
 from draftline.evaluate.settings import EvaluationSettings
-from draftline.target.model import Target
+from draftline.targets.model import Target
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ def positions(metrics: Columns) -> list[Chart]:
     charts = []
     for prefix, where in (("heldout_", "held out"), ("", "training")):
         if where == "held out" and len(metrics["heldout_loss"]) < 2:
-            continue  # a single evaluation is no course; its numbers are in the table
+            continue  # a single evaluation is not a course; its numbers are in the table
         plain = metrics.places(f"{prefix}accuracy_by_position")
         conditional = metrics.places(f"{prefix}conditional_accuracy_by_position")
         for title, columns in (

@@ -49,7 +49,7 @@ def report_page(
         follow: see `page.frame.render`.
 
     Raises:
-        CheckpointError: the folder is no run.
+        CheckpointError: the folder is not a run.
         DataError: an evaluation or audit cannot be read, or is of another drafter.
     """
     run = read_run(folder)

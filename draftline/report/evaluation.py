@@ -86,14 +86,14 @@ def read_evaluation(path: Path, run: RunFolder) -> Evaluation:
     """One file of results, if it can be of the run's drafter.
 
     Raises:
-        DataError: it is no such file, or of a drafter that drafts another number of tokens, or of another vocabulary.
+        DataError: it is not such a file, or of a drafter with another number of drafted tokens or vocabulary.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         evaluation = _evaluation(path, content)
         ids = max((max(turn["output_ids"], default=0) for turn in content["per_prompt"]), default=0)
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no evaluation: give what `draftline evaluate --json` wrote") from error
+        raise DataError(f"{path} is not an evaluation: give what `draftline evaluate --json` wrote") from error
     if (known := run.identity.get("target")) and content.get("target_weights", known) != known:
         evaluation.warnings.append(
             f"The fingerprint of the target's weights is {str(content['target_weights'])[:12]} here, in the run "

@@ -117,11 +117,11 @@ def read_run(folder: Path) -> RunFolder:
     """Read a run's folder; lines that are torn are counted, and end what is read of their file.
 
     Raises:
-        CheckpointError: it is no folder of a run, or its settings cannot be read.
+        CheckpointError: it is not a folder of a run, or its settings cannot be read.
     """
     if not (folder / CONFIG_FILE).is_file():
         reason = f"it has no {CONFIG_FILE}" if folder.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{folder} is no run ({reason}): give the folder that `draftline train --out` wrote")
+        raise CheckpointError(f"{folder} is not a run ({reason}): give the folder that `draftline train --out` wrote")
     metrics = folder / METRICS_FILE
     newest = metrics if metrics.exists() else folder / CONFIG_FILE
     return RunFolder(

@@ -23,7 +23,7 @@ class Verdict:
 
     Attributes:
         source: where it was read, and what it says of: the run before its start, or what `--audit` names.
-        findings: as the audit wrote them: `code`, `severity`, `title`, `evidence`, `mend`.
+        findings: as the audit wrote them: `code`, `severity`, `title`, `evidence`, `fix`.
         allowed: codes with which the run was started in spite of them.
         areas: rows of area, and how many of its checks had each of the outcomes, and seconds.
         open: rows of code, what it looks for, outcome and reason, of checks that could not look.
@@ -73,7 +73,7 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
     """The audit in `given`; without it the one that `draftline train` left in the run's folder, None if there is none.
 
     Raises:
-        DataError: the file is no result of an audit.
+        DataError: the file is not a result of an audit.
     """
     path = run.folder / AUDIT_FILE if given is None else given
     if given is None and not path.exists():
@@ -82,10 +82,12 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         checks = [_Check.of(entry) for entry in content["checks"]]
         findings = [
-            {key: str(f[key]) for key in ("code", "severity", "title", "evidence", "mend")} for f in content["findings"]
+            {key: str(f[key]) for key in ("code", "severity", "title", "evidence")}
+            | {"fix": str(f.get("fix", f.get("mend")))}
+            for f in content["findings"]  # audits of version 0.1 say "mend"
         ]
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} is no result of an audit: give what `draftline audit --json` wrote") from error
+        raise DataError(f"{path} is not a result of an audit: give what `draftline audit --json` wrote") from error
     source = f"Before the first step ({AUDIT_FILE} of the run)." if given is None else f"From {given}."
     allowed = sorted({str(code) for session in run.identity.get("sessions", []) for code in session.get("allowed", [])})
     return Verdict(

@@ -88,7 +88,7 @@ class PageServer(ThreadingHTTPServer):
         self.names = {f"{host}:{self.server_port}" for host in (HOST, "localhost")}
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that goes away while it is answered is no error."""
+        """A browser that goes away while it is answered is not an error."""
         if not isinstance(sys.exc_info()[1], ConnectionError):
             super().handle_error(request, client_address)
 

@@ -98,7 +98,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Read one checkpoint folder to CPU and check it against its checksums.
 
     Raises:
-        CheckpointError: it is no checkpoint, of another version, incomplete, or damaged.
+        CheckpointError: it is not a checkpoint, of another version, incomplete, or damaged.
     """
     content = _read_state(folder)
     weights, moments, random = (_read_tensors(folder, name, content["sha256"][name]) for name in _TENSOR_FILES)
@@ -228,7 +228,9 @@ def _read_state(folder: Path) -> StateFile:
         content: StateFile = json.loads(path.read_text(encoding="utf-8"))
         version = content["format_version"]
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} is no checkpoint ({_STATE_FILE} is missing): name another folder") from error
+        raise CheckpointError(
+            f"{folder} is not a checkpoint ({_STATE_FILE} is missing): name another folder"
+        ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: delete this checkpoint and use an earlier one") from error
     if version != FORMAT_VERSION:

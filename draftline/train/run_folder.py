@@ -67,7 +67,7 @@ def check_run_folder(folder: Path, config: RunConfig, resume: bool) -> None:
     if saved is not None:
         check_same_settings(folder, saved, config)
     elif [path for path in folder.iterdir() if not path.name.startswith(".")]:
-        raise StorageError(f"{folder} holds something that is no run (no config.yaml): name another folder")
+        raise StorageError(f"{folder} holds something that is not a run (no config.yaml): name another folder")
 
 
 def saved_config(folder: Path) -> RunConfig | None:

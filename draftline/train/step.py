@@ -30,7 +30,7 @@ from draftline.records import PackedBatch, StepMetrics
 
 
 class OutputHead(Protocol):
-    """The target's final norm and head, as `draftline.target.TargetHead` provides them."""
+    """The target's final norm and head, as `draftline.targets.TargetHead` provides them."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of states that are already normed, scaled and soft-capped as the target does."""

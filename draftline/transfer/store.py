@@ -31,7 +31,7 @@ from draftline.data.regenerate import weights_fingerprint
 from draftline.errors import CheckpointError
 from draftline.records import CapturedSample, Sample, Samples
 from draftline.storage import storage_errors, write_text
-from draftline.target.loop import TargetForwardLoop
+from draftline.targets.loop import TargetForwardLoop
 
 SAMPLES_PER_FILL = 32
 """Samples captured together. Fixed, because states depend in the last bit on what shares a forward: an interrupted and

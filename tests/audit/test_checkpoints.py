@@ -9,12 +9,12 @@ import torch
 
 from draftline.audit.folders import audit_checkpoint
 from draftline.audit.report import AuditReport
-from draftline.export.facts import Given
-from draftline.export.folder import ExportDtype
-from draftline.export.zlab import export_zlab
-from draftline.target.layers import default_target_layer_ids
-from tests.export.checkpoints import CONTRACTS, Tree, modelopt_sliding, tensors_of, write
-from tests.export.drafters import make_drafter, make_target
+from draftline.formats.facts import Given
+from draftline.formats.folder import ExportDtype
+from draftline.formats.zlab import export_zlab
+from draftline.targets.layers import default_target_layer_ids
+from tests.formats.checkpoints import CONTRACTS, Tree, modelopt_sliding, tensors_of, write
+from tests.formats.drafters import make_drafter, make_target
 
 AREAS = ("EXP", "DRF009", "DRF012")
 GIVEN = Given(sample_from_anchor=None, num_target_layers=7)
@@ -83,7 +83,7 @@ def test_vllm_runs_a_speculators_folder_causally(tmp_path: Path) -> None:
     assert "vLLM reads causal [True, True], trained with [False, False]" in _said(report)
 
 
-def test_a_bidirectional_flag_mends_it(tmp_path: Path) -> None:
+def test_a_bidirectional_flag_fixes_it(tmp_path: Path) -> None:
     report = _audit(tmp_path, "speculators", {**CONTRACTS["speculators"](), "sliding_window_non_causal": True})
     assert _codes(report, "error") == set()
 

@@ -13,10 +13,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftline.audit.drafter_reference import reference_block, rope_frequencies, view_of_config, with_rope
 from draftline.audit.engines import read_as
 from draftline.audit.reference import naive_anchors, naive_cross_entropy, naive_slots, naive_weights, target_forward
-from draftline.export.folder import read_config
-from draftline.export.zlab import export_zlab
+from draftline.formats.folder import read_config
+from draftline.formats.zlab import export_zlab
 from draftline.records import Sample
-from tests.export.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target
+from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target
 
 SCALINGS = {
     "default": {},

@@ -30,7 +30,7 @@ def test_codes_and_areas_are_selected_and_ignored() -> None:
 
 
 def test_an_unknown_code_is_refused_in_one_line() -> None:
-    with pytest.raises(ConfigError, match=r"'TGT999' is no check: known are the areas TGT"):
+    with pytest.raises(ConfigError, match=r"'TGT999' is not a check: known are the areas TGT"):
         chosen_checks(["TGT999"], [])
 
 
@@ -45,7 +45,7 @@ def test_the_json_has_the_fixed_shape_and_the_status_follows_the_findings() -> N
     report = run_audit(faulty, select=["DRF009", "DRF012"])
     tree = report.to_json()
     assert list(tree) == ["findings", "checks"]
-    assert [list(finding) for finding in tree["findings"]] == [["code", "severity", "title", "evidence", "mend"]]
+    assert [list(finding) for finding in tree["findings"]] == [["code", "severity", "title", "evidence", "fix"]]
     assert [(c["code"], c["status"]) for c in tree["checks"]] == [("DRF009", "found"), ("DRF012", "ok")]
     assert all(c["seconds"] >= 0 for c in tree["checks"])
     assert report.exit_status == 1
@@ -69,7 +69,7 @@ def test_the_report_is_readable_without_colour() -> None:
     text = out.getvalue()
     assert "ERROR   DRF009  the mask token is a token that text can contain" in text
     assert "found: mask_token_id 2 is the eos token" in text
-    assert "mend:  drafter.mask_token_id" in text
+    assert "fix:  drafter.mask_token_id" in text
     assert "audit: 1 errors, 0 warnings; 1 checks passed" in text
 
 
@@ -78,8 +78,8 @@ def test_lines_are_whole_in_a_pipe_and_hang_in_a_terminal() -> None:
     piped, shown = io.StringIO(), io.StringIO()
     report.render(Console(file=piped, width=60))
     report.render(Console(file=shown, width=60, force_terminal=True, no_color=True))
-    mend = report.findings[0].mend
-    assert f"mend:  {mend}\n" in piped.getvalue()
+    fix = report.findings[0].fix
+    assert f"fix:  {fix}\n" in piped.getvalue()
     assert f"skipped DAT002: {report.checks[0].reason}\n" in piped.getvalue()
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.getvalue().splitlines()]
     findings = lines[: next(i for i, line in enumerate(lines) if line.startswith("note"))]

@@ -129,15 +129,15 @@ def test_damage_is_placed_in_the_file_that_has_it(tmp_path: Path) -> None:
         ("log.csv", "step,accuracy,accuracy\n1,0.5,0.6", "has two columns called 'accuracy'"),
         ("log.csv", "time,accuracy\n1,0.5", "no step column: its header is 'time,accuracy'"),
         ("log.csv", "step,accuracy\n", "nothing was measured"),
-        ("log.csv", "step,accuracy\n1,0.5\nsoon,0.6", "line 3: step is 'soon', which is no number"),
-        ("log.csv", "step,accuracy\n1,0.5\n,0.6", "line 3: step is '', which is no number"),
+        ("log.csv", "step,accuracy\n1,0.5\nsoon,0.6", "line 3: step is 'soon', which is not a number"),
+        ("log.csv", "step,accuracy\n1,0.5\n,0.6", "line 3: step is '', which is not a number"),
         ("log.csv", "step,accuracy\n1,0.5,7", "line 2 has 3 cells for 2 columns"),
-        ("log.csv", "step,accuracy\n1,0.5\n2,good", "line 3: accuracy is 'good', which is no number"),
+        ("log.csv", "step,accuracy\n1,0.5\n2,good", "line 3: accuracy is 'good', which is not a number"),
         ("log.csv", "step,accuracy\n1,0.5\n2,nan", "line 3: accuracy is nan: the run diverged"),
         ("log.csv", "step,accuracy\n1,inf", "line 2: accuracy is inf"),
         ("log.jsonl", "", "is empty"),
         ("log.jsonl", '{"step": 1, "acc', "line 1 is torn"),
-        ("log.jsonl", '{"step": 1, "accuracy": "high"}\n', "line 1: accuracy is 'high', which is no number"),
+        ("log.jsonl", '{"step": 1, "accuracy": "high"}\n', "line 1: accuracy is 'high', which is not a number"),
         ("log.jsonl", '{"step": 1, "accuracy": 0.5, "tokens": "many"}\n', "line 1: tokens is 'many'"),
     ],
 )
@@ -154,7 +154,7 @@ def test_a_damaged_file_is_one_line(tmp_path: Path, name: str, content: str, mes
 def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         read_trajectory(tmp_path / "nothing")
-    with pytest.raises(DataError, match="is no run"):
+    with pytest.raises(DataError, match="is not a run"):
         read_trajectory(tmp_path)
     (tmp_path / "config.yaml").write_text("")
     with pytest.raises(DataError, match=r"no metrics\.jsonl yet"):
@@ -166,5 +166,5 @@ def test_folders_that_are_no_runs(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"data": {"steps": "many"}}')
     assert read_trajectory(tmp_path).notes == ()
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="no UTF-8"):
+    with pytest.raises(DataError, match="not UTF-8"):
         read_trajectory(tmp_path / "binary.csv")

@@ -204,7 +204,7 @@ def test_interrupted_run_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch:
 
     with pytest.raises(Interrupted, match="48 prepared rows"):
         prepare(tokenizer, [data], tmp_path / "out", options, progress=interrupt)
-    with pytest.raises(DataError, match="is no complete prepared data set"):
+    with pytest.raises(DataError, match="is not a complete prepared data set"):
         PreparedDataset.open(tmp_path / "out")
     seen: list[int] = []
     report = prepare(

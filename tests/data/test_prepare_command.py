@@ -23,7 +23,7 @@ def test_unreadable_share_and_supervision_are_options(tmp_path: Path, capsys: py
     data = write(tmp_path / "data.jsonl", [row("a"), "{"])
     words = ["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]
     assert run(words) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("mend the file, or raise --max-unreadable")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("fix the file, or raise --max-unreadable")
     assert run([*words, "--max-unreadable", "0.5", "--supervise", "all"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == report["supervised_tokens"]

@@ -134,7 +134,7 @@ def test_key_changes_with_target_and_settings(model: LlamaForCausalLM, tmp_path:
 
 def test_store_refuses_a_foreign_file(tmp_path: Path) -> None:
     (tmp_path / "answers.jsonl").write_text('{"messages": []}\n')
-    with pytest.raises(DataError, match=r"line 1 of .* is no stored answer"):
+    with pytest.raises(DataError, match=r"line 1 of .* is not a stored answer"):
         AnswerStore(tmp_path / "answers.jsonl")
 
 

@@ -146,7 +146,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(word: str, words: str) -> N
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"problem": "of another set"}, "line 2 is no row of gsm8k: it has problem, not question"),
+        ({"problem": "of another set"}, "line 2 is not a row of gsm8k: it has problem, not question"),
         ({"question": 5}, "line 2: question of gsm8k holds no text"),
         ({"question": None}, "line 2: question of gsm8k holds no text"),
         ({"question": " "}, "1 of 2 prompts have no text"),
@@ -159,7 +159,7 @@ def test_rows_of_something_else_are_named(tmp_path: Path, row: Any, words: str) 
         read_task(f"gsm8k={path}")
 
 
-def test_without_a_hub_the_mend_is_a_local_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_hub_the_fix_is_a_local_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
     def unreachable(*words: Any, **names: Any) -> None:

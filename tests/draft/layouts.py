@@ -13,7 +13,7 @@ from draftline.config import DFlashConfig, LossConfig
 from draftline.draft.attention import Attention, DenseAttention
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch, StepMetrics
-from draftline.target.head import ReducedHead, TargetHead
+from draftline.targets.head import ReducedHead, TargetHead
 from draftline.train.step import FrozenTarget, row_loss
 
 VOCABULARY = 48

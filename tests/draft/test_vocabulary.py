@@ -1,4 +1,4 @@
-"""The mapping of a reduced vocabulary, and what is no mapping."""
+"""The mapping of a reduced vocabulary, and what is not a mapping."""
 
 from __future__ import annotations
 

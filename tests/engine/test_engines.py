@@ -18,8 +18,8 @@ from draftline.engine.rows import CaptureLoop
 from draftline.engine.threads import ThreadsEngine
 from draftline.errors import PipelineError
 from draftline.records import PackedBatch
-from draftline.target.loop import TargetForwardLoop
-from draftline.target.model import Target
+from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import Target
 from draftline.transfer.stage import DeviceStage, RowSource
 from tests.engine.tiny_target import TARGET_LAYER_IDS, FailingLoop, SlowLoop, tiny_samples, tiny_target
 

@@ -9,8 +9,8 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftline.records import CapturedSample, Sample
-from draftline.target.loop import TargetForwardLoop
-from draftline.target.model import Target, build_target
+from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import Target, build_target
 
 VOCAB_SIZE = 40
 TARGET_LAYER_IDS = (0, 2)

@@ -15,8 +15,8 @@ from draftline.draft.attention import GroupedAttention
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import generate_plain
 from draftline.records import Sample
-from draftline.target.loop import TargetForwardLoop
-from draftline.target.model import Target, build_target
+from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import Target, build_target
 from draftline.train.step import FrozenTarget, train_step
 from draftline.transfer.pack import pack
 

@@ -19,7 +19,7 @@ from draftline.evaluate.acceptance import (
 )
 from draftline.evaluate.generate import generate, generate_plain
 from draftline.records import Sample
-from draftline.target.loop import TargetForwardLoop
+from draftline.targets.loop import TargetForwardLoop
 from tests.evaluate import pairs
 
 ACCEPTED = [1, 2, 3, 0]  # blocks whose drafted tokens were right as 100, 110, 111, 000

@@ -28,8 +28,8 @@ from draftline.evaluate.result import EvaluationResult
 from draftline.evaluate.sampling import Sampling
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.table import result_table
-from draftline.target.drafter_shape import resolve_drafter_config
-from draftline.target.model import Target, load_target
+from draftline.targets.drafter_shape import resolve_drafter_config
+from draftline.targets.model import Target, load_target
 
 NEW_TOKENS = 10
 TURNS = [["Sort these numbers: 5 2 9", "Now in reverse."], ["What is 12 + 7?"]]
@@ -180,7 +180,7 @@ def test_a_dialogue_counts_once_in_the_share_of_equal_prompts(
     assert (len(found.differences), found.greedy_equal, found.prompts) == (2, 0.5, 2)
 
 
-def test_no_prompts_is_an_error_with_the_mend(pair: tuple[Target, DFlashDraftModel]) -> None:
+def test_no_prompts_is_an_error_with_the_fix(pair: tuple[Target, DFlashDraftModel]) -> None:
     with pytest.raises(DataError, match="turns"):
         evaluate_prompts(*pair, [], EvaluationSettings(4))
 

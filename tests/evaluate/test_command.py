@@ -13,15 +13,15 @@ from draftline.evaluate.settings import parse_template_options
 
 @pytest.fixture(autouse=True)
 def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftline.target.model.load_target", lambda _config: pytest.fail("loaded"))
+    monkeypatch.setattr("draftline.targets.model.load_target", lambda _config: pytest.fail("loaded"))
 
 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--temperature", "-1"], "temperature -1.0 is no temperature"),
-        (["--top-p", "0"], "top_p 0.0 is no probability"),
-        (["--top-p", "1.5"], "top_p 1.5 is no probability"),
+        (["--temperature", "-1"], "temperature -1.0 is not a temperature"),
+        (["--top-p", "0"], "top_p 0.0 is not a probability"),
+        (["--top-p", "1.5"], "top_p 1.5 is not a probability"),
         (["--top-k", "-2"], "top_k -2 is negative"),
         (["--task", "gms8k"], "did you mean gsm8k"),
         (["--template-option", "thinking"], "write KEY=VALUE"),
@@ -32,7 +32,7 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "m"], "--model is for a server"),
     ],
 )
-def test_bad_words_are_one_line_with_the_mend(
+def test_bad_words_are_one_line_with_the_fix(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
 ) -> None:
     rows = ['{"turns": ["Hi"]}', '{"turns": ["Hi", "  "]}', '{"prompt": ""}']

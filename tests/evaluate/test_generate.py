@@ -23,7 +23,7 @@ from transformers import (
 from draftline.errors import DataError, TargetError
 from draftline.evaluate.generate import Proposal, decode, generate, generate_plain, tie_gap
 from draftline.evaluate.sampling import GREEDY, Sampling
-from draftline.target.model import Target, build_target
+from draftline.targets.model import Target, build_target
 from tests.evaluate import pairs
 
 SMALL = {

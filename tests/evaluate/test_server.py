@@ -19,7 +19,7 @@ from draftline.errors import ConfigError, ServerError
 from draftline.evaluate.server import ServerMeasurement, evaluate_server
 from draftline.evaluate.server_result import Level, ServerResult, server_table
 from draftline.jobs import parse_concurrency
-from draftline.target.model import load_tokenizer
+from draftline.targets.model import load_tokenizer
 from tests.evaluate.engine_servers import DRAFTED, EngineServer, Program, answer_to
 
 TEXTS = ["Sort: 5 2 9", "What is 12 + 7?", "Reverse: a b c d", "Count to ten", "Say it again, please", "Hello"]
@@ -126,7 +126,7 @@ def test_a_server_without_drafter_is_refused(program: Program, start: Any, token
 
 
 def test_other_programs_and_models_are_refused(start: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ServerError, match=r"is no vLLM, SGLang or llama.cpp .its models are of 'somebody'"):
+    with pytest.raises(ServerError, match=r"is not vLLM, SGLang or llama.cpp .its models are of 'somebody'"):
         measure(start("vllm", owner="somebody"), tokenizer)
     server = start("vllm")
     with pytest.raises(ServerError, match="has no model 'other': it serves target"):
@@ -138,7 +138,7 @@ def test_other_programs_and_models_are_refused(start: Any, tokenizer: PreTrained
 
 
 def test_an_absent_server_is_one_line(tokenizer: PreTrainedTokenizerBase) -> None:
-    with pytest.raises(ServerError, match=r"127.0.0.1:9/v1 does not answer .*start it, or mend --base-url"):
+    with pytest.raises(ServerError, match=r"127.0.0.1:9/v1 does not answer .*start it, or fix --base-url"):
         evaluate_server(Endpoint("http://127.0.0.1:9/v1"), tokenizer, [chat("Hello")], ServerMeasurement())
     with pytest.raises(ServerError, match="does not answer"):
         evaluate_server(Endpoint("no address"), tokenizer, [chat("Hello")], ServerMeasurement())
@@ -244,7 +244,7 @@ def test_command_measures_and_writes_json(start: Any, tmp_path: Path, capsys: py
     for wrong, said in (
         ([*words], "give --draft to measure in process, or --base-url"),
         ([*at_server, "--draft", "x"], "exactly one"),
-        ([*at_server, "--concurrency", "1,x"], "--concurrency '1,x' is no list of positive numbers"),
+        ([*at_server, "--concurrency", "1,x"], "--concurrency '1,x' is not a list of positive numbers"),
         ([*at_server, "--api-key-env", "NO_SUCH_KEY_HERE"], "the environment has no NO_SUCH_KEY_HERE"),
         ([*words, "--base-url", "http://127.0.0.1:9/v1"], "does not answer"),
     ):

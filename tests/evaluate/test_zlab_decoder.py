@@ -12,8 +12,8 @@ import torch
 
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import Generation, generate, generate_plain
-from draftline.export.zlab import export_zlab, load_zlab
-from draftline.target.model import Target
+from draftline.formats.zlab import export_zlab, load_zlab
+from draftline.targets.model import Target
 from tests.evaluate import pairs
 
 NEW_TOKENS = pairs.ANSWER

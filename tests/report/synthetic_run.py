@@ -152,9 +152,9 @@ AUDIT = {
             "severity": "error",
             "title": "targets of layer 6",
             "evidence": "65 %",
-            "mend": "use the last",
+            "fix": "use the last",
         },
-        {"code": "LOS003", "severity": "warning", "title": "gamma", "evidence": "7.0", "mend": "loss.decay_gamma=4"},
+        {"code": "LOS003", "severity": "warning", "title": "gamma", "evidence": "7.0", "fix": "loss.decay_gamma=4"},
     ],
     "checks": [
         {

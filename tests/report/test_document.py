@@ -123,10 +123,10 @@ def test_bad_input_is_one_line_and_leaves_no_page(folder: Path, capsys: pytest.C
     above, page = folder.parent, folder.parent / "page.html"
     (above / "other.json").write_text(json.dumps(evaluation(slots=3)))
     (above / "torn.json").write_text(json.dumps(evaluation())[:-50])
-    assert "is no run" in refused([above, "--out", page], capsys)
+    assert "is not a run" in refused([above, "--out", page], capsys)
     assert "3 drafted tokens" in refused([folder, "--out", page, "--evaluation", above / "other.json"], capsys)
-    assert "is no evaluation" in refused([folder, "--out", page, "--evaluation", above / "torn.json"], capsys)
-    assert "is no result of an audit" in refused([folder, "--out", page, "--audit", above / "torn.json"], capsys)
+    assert "is not an evaluation" in refused([folder, "--out", page, "--evaluation", above / "torn.json"], capsys)
+    assert "is not a result of an audit" in refused([folder, "--out", page, "--audit", above / "torn.json"], capsys)
     assert "cannot be written" in refused([folder, "--out", above], capsys)
     assert "cannot be written" in refused([folder, "--out", folder / "run.json" / "page.html"], capsys)
     assert "--watch" in refused([folder, "--out", page, "--watch"], capsys)

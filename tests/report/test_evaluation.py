@@ -89,9 +89,11 @@ def test_results_of_another_drafter_or_target_are_refused(run: RunFolder) -> Non
 
 @pytest.mark.parametrize("content", [{}, [], {"per_prompt": 3}, {**evaluation(), "acceptance_length": "x"}])
 def test_what_is_no_evaluation_is_refused(run: RunFolder, content: Any) -> None:
-    with pytest.raises(DataError, match=r"evaluate.json is no evaluation: give what `draftline evaluate --json` wrote"):
+    with pytest.raises(
+        DataError, match=r"evaluate.json is not an evaluation: give what `draftline evaluate --json` wrote"
+    ):
         read(run, content)
-    with pytest.raises(DataError, match="is no evaluation"):
+    with pytest.raises(DataError, match="is not an evaluation"):
         read_evaluation(run.folder / "nothing.json", run)
 
 

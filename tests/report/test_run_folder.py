@@ -53,7 +53,9 @@ def test_a_whole_run_has_no_damage_and_the_sizes_of_its_last_line(tmp_path: Path
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CheckpointError, match=r"is no run .*: give the folder that `draftline train --out` wrote"):
+        with pytest.raises(
+            CheckpointError, match=r"is not a run .*: give the folder that `draftline train --out` wrote"
+        ):
             read_run(folder)
 
 

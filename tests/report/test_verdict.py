@@ -73,5 +73,7 @@ def test_an_audit_of_an_earlier_version_is_shown_by_its_codes(tmp_path: Path) ->
 )
 def test_what_is_no_audit_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "a.json").write_text(content)
-    with pytest.raises(DataError, match=r"a.json is no result of an audit: give what `draftline audit --json` wrote"):
+    with pytest.raises(
+        DataError, match=r"a.json is not a result of an audit: give what `draftline audit --json` wrote"
+    ):
         read_verdict(read_run(write_run(tmp_path / "run", lines=1)), tmp_path / "a.json")

@@ -78,7 +78,7 @@ def test_a_run_that_vanishes_does_not_end_the_server(server: PageServer, folder:
     (folder / "config.yaml").unlink()
     status, text = get(server, "/")
     assert status == 503
-    assert "is no run" in text
+    assert "is not a run" in text
     (folder / "config.yaml").write_text(config)
     assert get(server, "/")[0] == 200
 
@@ -106,4 +106,4 @@ def test_a_busy_port_and_a_wrong_folder_are_one_line(
     assert out == ""
     busy, wrong = err.splitlines()
     assert f"port {server.server_port} of 127.0.0.1 cannot be used" in busy
-    assert "is no run" in wrong
+    assert "is not a run" in wrong

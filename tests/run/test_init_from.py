@@ -13,7 +13,7 @@ from draftline.audit.folders import subject_of_run
 from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError
-from draftline.export.exporting import export_drafter
+from draftline.formats.exporting import export_drafter
 from draftline.records import Sample
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import tiny_samples, tiny_target
@@ -89,7 +89,7 @@ def test_what_is_not_the_targets_is_kept(first: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "mend"),
+    ("word", "fix"),
     [
         ("drafter.block_size=6", "set drafter.block_size=4"),
         ("drafter.num_layers=2", "set drafter.num_layers=1"),
@@ -101,17 +101,17 @@ def test_what_is_not_the_targets_is_kept(first: Path, tmp_path: Path) -> None:
         (REDUCED, "set drafter.draft_vocab_size=null"),
     ],
 )
-def test_settings_of_another_shape_are_refused(first: Path, word: str, mend: str, tmp_path: Path) -> None:
+def test_settings_of_another_shape_are_refused(first: Path, word: str, fix: str, tmp_path: Path) -> None:
     words = (f"drafter.init_from={first}", word)
-    with pytest.raises(ConfigError, match=mend) as refusal:
+    with pytest.raises(ConfigError, match=fix) as refusal:
         small_run(tmp_path / "run", *words)
     assert not (tmp_path / "run").exists()
     proposed = str(refusal.value).rpartition("set ")[2].split()
-    small_run(tmp_path / "run", *words, *proposed, *ONE_STEP)  # the mend is literally right
+    small_run(tmp_path / "run", *words, *proposed, *ONE_STEP)  # the fix is literally right
 
 
 def test_a_folder_without_a_drafter_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no folder"):
+    with pytest.raises(CheckpointError, match="is not a folder"):
         small_run(tmp_path / "run", f"drafter.init_from={tmp_path / 'absent'}")
 
 

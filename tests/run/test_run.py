@@ -17,7 +17,7 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError, DataError, DraftlineError, PipelineError, StorageError
 from draftline.records import Sample
 from draftline.run import Examination, split_last_answer
-from draftline.target.model import build_target
+from draftline.targets.model import build_target
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import tiny_samples, tiny_target
 from tests.run.small_run import SETTINGS, MemoryConversations, assert_same_run, read_lines, small_data, small_run

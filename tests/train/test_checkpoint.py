@@ -177,7 +177,7 @@ def test_a_renamed_tensor_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="is no checkpoint"):
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
         load_draft_model(tmp_path)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from draftline.errors import CheckpointError
 from draftline.records import CapturedSample, Sample
-from draftline.target.loop import TargetForwardLoop
+from draftline.targets.loop import TargetForwardLoop
 from draftline.transfer.store import SAMPLES_PER_FILL, StatesStore, fill_store, loop_identity
 from tests.engine.tiny_target import TARGET_LAYER_IDS, FailingLoop, tiny_samples, tiny_target
 

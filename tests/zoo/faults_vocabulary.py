@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftline.audit.subject import AuditSubject
 from draftline.evaluate import generate as generate_module
-from draftline.target.head import ReducedHead
+from draftline.targets.head import ReducedHead
 from tests.zoo.fault import fault
 from tests.zoo.faults_serving import stored, written
 from tests.zoo.pipeline import REDUCED, VOCABULARY, Recipe

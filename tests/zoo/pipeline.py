@@ -28,8 +28,8 @@ from draftline.data.conversations import hash_json
 from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import Sample
-from draftline.target.drafter_shape import resolve_drafter_config
-from draftline.target.model import Target, build_target
+from draftline.targets.drafter_shape import resolve_drafter_config
+from draftline.targets.model import Target, build_target
 
 VOCABULARY = 96
 MASK = VOCABULARY - 1

@@ -1,0 +1,222 @@
+"""`draftline export` and `draftline import`: from a folder that holds a drafter to one that a program serves."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from draftline.config import RunConfig
+from draftline.errors import CheckpointError, ExportError
+from draftline.formats.activation import FLOAT16_MAX, largest_activation
+from draftline.formats.card import CardFacts, Training, model_card, readers_of
+from draftline.formats.facts import Given
+from draftline.formats.folder import ExportDtype
+from draftline.formats.importing import LoadedDrafter, load_drafter
+from draftline.formats.mode import trained_mode
+from draftline.formats.serving import READERS, Reader, Serving, refuse_unserved, serving_command, serving_notes
+from draftline.formats.speculators import export_speculators
+from draftline.formats.verify import CHECKS
+from draftline.formats.zlab import export_zlab
+from draftline.targets.model import TINY_FOLDER, Target
+from draftline.train.checkpoint import checkpoint_folder
+from draftline.train.history import AUDIT_FILE, IDENTITY_FILE
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """What was written.
+
+    Attributes:
+        format: `zlab` or `speculators`.
+        checks: what was read back and compared.
+        command: how to serve it.
+        notes: what to know about it, one sentence each.
+    """
+
+    folder: Path
+    format: str
+    dtype: ExportDtype
+    checks: tuple[str, ...]
+    command: str
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values for `--json`."""
+        return {
+            "folder": str(self.folder),
+            "format": self.format,
+            "dtype": self.dtype,
+            "checks": list(self.checks),
+            "command": self.command,
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class Results:
+    """Measurements for the model card: files written by `evaluate --json` and `audit --json`."""
+
+    evaluation: Path | None = None
+    audit: Path | None = None
+
+
+def export_drafter(
+    *,
+    source: Path,
+    out: Path,
+    target: Target,
+    reader: Reader = "zlab",
+    dtype: ExportDtype = "bfloat16",
+    target_path: str | None = None,
+    results: Results | None = None,
+    given: Given | None = None,
+) -> ExportReport:
+    """Write what a program needs to serve the drafter in `source`, checked, with its card and command.
+
+    Args:
+        source: a run, a checkpoint, or any folder that `import` reads.
+        target: what the drafter was trained for; it is checked that it fits.
+        reader: `speculators` writes that format, and so does `vllm` for a reduced vocabulary; all else is z-lab's.
+        target_path: the target as the server will find it, if not under the name it was loaded by.
+        given: facts that the source leaves out.
+
+    Raises:
+        CheckpointError: there is no usable drafter in `source`.
+        TargetError: it belongs to another target.
+        ExportError: the format cannot express it, or what was read back differs.
+        StorageError: `out` is not empty or cannot be written.
+    """
+    if reader not in READERS:
+        raise ExportError(f"{reader!r} is not a known reader: use one of {', '.join(READERS)}")
+    results = results or Results()
+    loaded = load_drafter(source, given, target)
+    refuse_unserved(reader, loaded.config)
+    largest = largest_activation(loaded.draft_model, target)
+    reduced = loaded.config.draft_vocab_size is not None
+    form = "speculators" if reader == "speculators" or (reader == "vllm" and reduced) else "zlab"
+    serving = Serving(str(out), target_path or _served_name(target), dtype, loaded.config)
+    others = tuple(other for other in readers_of(form, loaded.config) if other != reader)
+    card = model_card(
+        CardFacts(
+            serving=serving,
+            readers=(reader, *others),
+            checks=CHECKS,
+            largest_activation=largest,
+            training=_training(source),
+            trained_mode=trained_mode(source),
+            evaluation=_read_json(results.evaluation, "acceptance_length"),
+            audit=_read_json(results.audit, "findings"),
+            audit_of_run=_audit_of_run(source),
+        )
+    )
+    _write(loaded, out, form, dtype, target, serving.target, card)
+    notes = [*loaded.notes, *serving_notes(reader, serving)]
+    if serving.target == "smollm2":
+        notes.append("smollm2 is a name that servers do not know: save the target as a folder and name that instead.")
+    if largest > FLOAT16_MAX:
+        notes.append(f"Not float16-safe: activations reach {largest:.0f}, float16 ends at {FLOAT16_MAX:.0f}.")
+    return ExportReport(out, form, dtype, CHECKS, serving_command(reader, serving), tuple(notes))
+
+
+def import_drafter(
+    *, source: Path, out: Path, target: Target | None = None, given: Given | None = None
+) -> ExportReport:
+    """Rewrite another trainer's checkpoint in a format that every command here reads, at the dtype it was stored in.
+
+    z-lab's format, or speculators' for what z-lab's has no word for: every slot predicts, a reduced vocabulary.
+
+    Raises:
+        CheckpointError: there is no drafter, it is incomplete, not computed here, or leaves out what was not given.
+        TargetError: it was trained for another target.
+        ExportError: the format cannot express it.
+        StorageError: `out` is not empty or cannot be written.
+    """
+    loaded = load_drafter(source, given, target)
+    config = loaded.config
+    form = "speculators" if config.sample_from_anchor or config.draft_vocab_size is not None else "zlab"
+    name = "TARGET" if target is None else _served_name(target)
+    serving = Serving(str(out), name, loaded.export_dtype, config)
+    readers = readers_of(form, config)
+    card = model_card(CardFacts(serving=serving, readers=readers, checks=CHECKS))
+    _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card)
+    command = serving_command(readers[0], serving)
+    return ExportReport(out, form, loaded.export_dtype, CHECKS, command, loaded.notes)
+
+
+def _served_name(target: Target) -> str:
+    """The embedded target has no hub name; its folder is one that servers can read."""
+    return str(TINY_FOLDER) if target.name == "tiny" else target.name
+
+
+def _write(
+    loaded: LoadedDrafter,
+    out: Path,
+    form: str,
+    dtype: ExportDtype,
+    target: Target | None,
+    verifier: str | None,
+    card: str,
+) -> None:
+    if form == "zlab":
+        export_zlab(loaded.draft_model, out, dtype, card)
+        return
+    architectures = tuple(target.model.config.architectures or ()) if target is not None else ()
+    export_speculators(
+        loaded.draft_model,
+        out,
+        dtype,
+        verifier=verifier,
+        verifier_architectures=architectures,
+        target_head=None if target is None else target.head,
+        card=card,
+    )
+
+
+def _training(source: Path) -> Training | None:
+    """From the checkpoint's own record, which lies beside its weights; None for a drafter of another program."""
+    checkpoint = checkpoint_folder(source)
+    if checkpoint is None:
+        return None
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    return Training(
+        run_config=RunConfig.model_validate(state["run_config"]),
+        data_fingerprint=state["data_fingerprint"],
+        step=state["progress"]["step"],
+        tokens=state["progress"]["tokens"],
+        allowed=_allowed(source),
+    )
+
+
+def _allowed(source: Path) -> tuple[str, ...]:
+    """Codes of audit findings in spite of which a session of the run was started, from its `run.json`."""
+    path = _beside(source, IDENTITY_FILE)
+    if path is None:
+        return ()
+    run = json.loads(path.read_text(encoding="utf-8"))
+    return tuple(sorted({code for session in run["sessions"] for code in session.get("allowed", ())}))
+
+
+def _audit_of_run(source: Path) -> dict[str, Any] | None:
+    """What was found before the first step; None for a drafter of another program, and for a run without an audit."""
+    return _read_json(_beside(source, AUDIT_FILE), "findings")
+
+
+def _beside(source: Path, name: str) -> Path | None:
+    """A file of the run that the checkpoint in `source` belongs to, if it is there."""
+    checkpoint = checkpoint_folder(source)
+    places = () if checkpoint is None else (source, checkpoint.resolve().parent.parent)
+    return next((folder / name for folder in places if (folder / name).is_file()), None)
+
+
+def _read_json(path: Path | None, wanted: str) -> dict[str, Any] | None:
+    if path is None:
+        return None
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): give a file written with --json") from error
+    if not isinstance(tree, dict) or wanted not in tree:
+        raise CheckpointError(f"{path} has no {wanted!r}: give a file written with --json by the right command")
+    return tree

@@ -1,0 +1,264 @@
+"""What the configuration of each format means, as its own reader understands it.
+
+The tree of z-lab's keys serves four trainers, which differ in what they leave out and in what sliding layers do by
+default; TorchSpec and DeepSpec keep flat keys, speculators keeps the layers apart and numbers captured layers from one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from draftline.errors import CheckpointError, ConfigError
+from draftline.formats.facts import LAYER_TYPES, Facts, agreed, refuse_other_models
+from draftline.formats.folder import DrafterFiles
+from draftline.formats.formats import Format
+from draftline.targets.layers import default_target_layer_ids, from_aux_hidden_state_layer_ids
+
+_NESTED_KEYS = {
+    "block_size",
+    "mask_token_id",
+    "target_layer_ids",
+    "num_target_layers",
+    "sample_from_anchor",
+    "shift_label",
+    "causal",
+    "use_swa",
+    "swa_window_size",
+    "input_embedding_scale",
+    "output_multiplier",
+    "final_logit_softcapping",
+}
+_NOT_IN_SPECULATORS = ("num_target_layers", "bos_token_id", "eos_token_id", "initializer_range")
+"""Taken from the weights' header, if Draftline wrote it."""
+
+_SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+
+def facts_of(files: DrafterFiles, form: Format) -> Facts:
+    """What the configuration says, in the meaning of its format.
+
+    Raises:
+        CheckpointError: it describes something that `DFlashDraftModel` does not compute, or contradicts itself.
+    """
+    readers: dict[Format, Callable[[DrafterFiles], Facts]] = {
+        "torchspec": _torchspec_facts,
+        "deepspec": _deepspec_facts,
+        "speculators": _speculators_facts,
+    }
+    size, rows = files.tree.get("draft_vocab_size"), files.tree.get("vocab_size")
+    if form != "speculators" and size not in (None, rows):
+        raise CheckpointError(
+            f"{files.where}: draft_vocab_size is {size} of {rows}, and this format has no place for a reduced "
+            "vocabulary: remove the key if the drafter has none"
+        )
+    try:
+        return readers[form](files) if form in readers else _nested_facts(files, form)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{files.where}: a value is of the wrong kind ({error}): fix the file") from error
+
+
+def _nested_facts(files: DrafterFiles, form: Format) -> Facts:
+    """z-lab's keys: looked up in `dflash_config` first, then at the top level."""
+    tree, where = files.tree, files.where
+    nested: dict[str, Any] = tree.get("dflash_config", {})
+    refuse_other_models(nested, where)
+    unknown = sorted(nested.keys() - _NESTED_KEYS)
+    if unknown:
+        raise CheckpointError(
+            f"{where}: dflash_config.{unknown[0]} is unknown and may change what is computed: remove it"
+        )
+    values = {
+        name: agreed(name, {"dflash_config": nested.get(name), "the top level": tree.get(name)}, where)
+        for name in ("block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "sample_from_anchor")
+    }
+    ids = values["target_layer_ids"]
+    if ids is None:
+        ids = _default_ids(values["num_target_layers"], tree.get("num_hidden_layers"), where)
+    types, window = _nested_layers(tree, nested, where)
+    states = form in ("nemo", "specforge") or bool({"mask_token_id", "target_layer_ids"} & nested.keys())
+    layout = agreed(
+        "the layout",
+        {"sample_from_anchor": values["sample_from_anchor"], "dflash_config.shift_label": nested.get("shift_label")},
+        where,
+    )
+    return Facts(
+        stack=tree,
+        where=where,
+        target_layer_ids=tuple(ids),
+        block_size=values["block_size"],
+        mask_token_id=values["mask_token_id"],
+        num_target_layers=values["num_target_layers"],
+        sample_from_anchor=False if layout is None and states else layout,
+        layer_types=types,
+        sliding_window=window,
+        sliding_window_causal=_sliding_causal(tree, nested, types, form, where),
+        scales=_scales(tree, nested, where),
+    )
+
+
+def _nested_layers(
+    tree: Mapping[str, Any], nested: Mapping[str, Any], where: str
+) -> tuple[tuple[str, ...], int | None]:
+    types = _layer_types(tree, where)
+    if nested.get("use_swa"):  # ModelOpt: every layer slides, whatever `layer_types` says
+        window = agreed(
+            "the window",
+            {"swa_window_size": nested.get("swa_window_size"), "sliding_window": tree.get("sliding_window")},
+            where,
+        )
+        types = tuple("sliding_attention" for _ in types)
+    else:
+        window = tree.get("sliding_window")
+    if "sliding_attention" not in types:
+        return types, None
+    if window is None:
+        raise CheckpointError(f"{where}: sliding layers have no sliding_window and would run as full: add it")
+    if not nested.get("use_swa") and tree.get("use_sliding_window") is False:
+        raise CheckpointError(f"{where}: use_sliding_window is false beside sliding layers: set it to true")
+    return types, window
+
+
+def _scales(tree: Mapping[str, Any], nested: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """z-lab's reader looks for them in both places."""
+    places = {name: {"dflash_config": nested.get(name), "the top level": tree.get(name)} for name in _SCALES}
+    said = {name: agreed(name, values, where) for name, values in places.items()}
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _sliding_causal(
+    tree: Mapping[str, Any], nested: Mapping[str, Any], types: tuple[str, ...], form: Format, where: str
+) -> bool:
+    """Whether sliding layers are causal inside the block. Full layers must not be: no such drafter is computed here."""
+    statements = {"is_causal": tree.get("is_causal"), "dflash_config.causal": nested.get("causal")}
+    if nested.get("causal") and tree.get("is_causal") is False:
+        raise CheckpointError(f"{where}: dflash_config.causal is true (JetSpec): causal blocks are not computed here")
+    said = agreed("causality", statements, where)
+    if said and "full_attention" in types:
+        raise CheckpointError(f"{where}: is_causal = true with full_attention layers is not computed here")
+    if "sliding_attention" not in types:
+        return True  # at rest: there is no layer that it could concern
+    return bool(said) if said is not None else form not in ("modelopt", "nemo")
+
+
+def _torchspec_facts(files: DrafterFiles) -> Facts:
+    """Flat keys; `num_target_layers` counts captured layers, the depth is `target_num_hidden_layers`."""
+    tree, where = files.tree, files.where
+    count, depth = tree.get("num_target_layers"), tree.get("target_num_hidden_layers")
+    ids = tree.get("target_layer_ids")
+    if ids is None:
+        ids = _default_ids(depth, count, where)
+    if count is not None and count != len(ids):
+        raise CheckpointError(
+            f"{where}: num_target_layers is {count} for {len(ids)} target_layer_ids: they must be as many"
+        )
+    if tree.get("target_hidden_size", tree.get("hidden_size")) != tree.get("hidden_size"):
+        raise CheckpointError(f"{where}: target_hidden_size differs from hidden_size: not computed here")
+    if tree.get("rope_scaling"):
+        raise CheckpointError(
+            f"{where}: versions of TorchSpec differ in whether rope_scaling acts: remove it if it did not"
+        )
+    return Facts(
+        stack=tree,
+        where=where,
+        target_layer_ids=tuple(ids),
+        block_size=tree.get("block_size"),
+        mask_token_id=tree.get("mask_token_id"),
+        num_target_layers=depth,
+        sample_from_anchor=tree.get("sample_from_anchor", False),
+        layer_types=("full_attention",) * int(tree.get("num_hidden_layers") or 0),
+        sliding_window=None,
+    )
+
+
+def _deepspec_facts(files: DrafterFiles) -> Facts:
+    """Flat keys; every slot predicts; id -1 is the embedding's output."""
+    tree, where = files.tree, files.where
+    ids = tuple(tree.get("target_layer_ids") or ())
+    if -1 in ids:
+        raise CheckpointError(f"{where}: target_layer_ids {list(ids)} reads the embedding (-1): not captured here")
+    types = _layer_types(tree, where)
+    if "sliding_attention" in types:
+        raise CheckpointError(f"{where}: DeepSpec writes full layers only, layer_types has sliding ones: fix the file")
+    return Facts(
+        stack=tree,
+        where=where,
+        target_layer_ids=ids,
+        block_size=tree.get("block_size"),
+        mask_token_id=tree.get("mask_token_id"),
+        num_target_layers=tree.get("num_target_layers"),
+        sample_from_anchor=tree.get("sample_from_anchor", True),
+        layer_types=types,
+        sliding_window=None,
+    )
+
+
+def _speculators_facts(files: DrafterFiles) -> Facts:
+    """speculators 0.9: ids in convention B, layers in `transformer_layer_config`, full layers always bidirectional."""
+    tree, where = files.tree, files.where
+    stack = tree.get("transformer_layer_config")
+    if not isinstance(stack, dict):
+        raise CheckpointError(f"{where} has no transformer_layer_config: copy or export the drafter again")
+    if tree.get("draft_vocab_size") is None:
+        raise CheckpointError(f"{where} has no draft_vocab_size, for which speculators assumes 32000: add it")
+    if tree.get("target_hidden_size") not in (None, stack.get("hidden_size")):
+        raise CheckpointError(f"{where}: target_hidden_size differs from hidden_size: not computed here")
+    try:
+        ids = from_aux_hidden_state_layer_ids(tree.get("aux_hidden_state_layer_ids") or ())
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from error
+    _check_proposal(tree, where)
+    types = _layer_types(stack, where)
+    sliding = "sliding_attention" in types
+    if sliding and stack.get("sliding_window") is None:
+        raise CheckpointError(f"{where}: sliding layers have no sliding_window and would run as full: add it")
+    if sliding and tree.get("sliding_window_non_causal") is None:
+        raise CheckpointError(f"{where} has no sliding_window_non_causal beside sliding layers: add it")
+    written = {} if files.shape is None else {name: getattr(files.shape, name) for name in _NOT_IN_SPECULATORS}
+    return Facts(
+        stack={**written, **stack},
+        where=where,
+        target_layer_ids=ids,
+        block_size=tree.get("block_size"),
+        mask_token_id=tree.get("mask_token_id"),
+        num_target_layers=written.get("num_target_layers"),
+        sample_from_anchor=tree.get("sample_from_anchor"),
+        layer_types=types,
+        sliding_window=stack["sliding_window"] if sliding else None,
+        sliding_window_causal=not tree.get("sliding_window_non_causal") if sliding else True,
+        draft_vocab_size=None if tree["draft_vocab_size"] == stack.get("vocab_size") else tree["draft_vocab_size"],
+    )
+
+
+def _check_proposal(tree: Mapping[str, Any], where: str) -> None:
+    """Fewer tokens than the block has may be proposed, more are positions that were never trained."""
+    methods = (tree.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    proposed, size = methods[0].get("speculative_tokens"), tree.get("block_size")
+    if proposed is None or size is None:
+        return
+    drafted = size if tree.get("sample_from_anchor") else size - 1
+    if proposed > drafted:
+        raise CheckpointError(
+            f"{where}: speculative_tokens is {proposed}, and a block_size of {size} drafts {drafted}: "
+            "one of the two is wrong; fix it"
+        )
+
+
+def _layer_types(tree: Mapping[str, Any], where: str) -> tuple[str, ...]:
+    """As written, else as transformers fills them in for a Qwen3 configuration, which is what readers do."""
+    types = tree.get("layer_types")
+    if types is None:
+        layers, full = int(tree.get("num_hidden_layers") or 0), int(tree.get("max_window_layers", 28))
+        slides = bool(tree.get("use_sliding_window")) and tree.get("sliding_window") is not None
+        return tuple("sliding_attention" if slides and i >= full else "full_attention" for i in range(layers))
+    unknown = next((kind for kind in types if kind not in LAYER_TYPES), None)
+    if unknown is not None:
+        raise CheckpointError(f"{where}: layer type {unknown!r} is unknown: known are {', '.join(LAYER_TYPES)}")
+    return tuple(types)
+
+
+def _default_ids(depth: int | None, count: int | None, where: str) -> tuple[int, ...]:
+    """What the reference code captures when a configuration lists no layers."""
+    if depth is None or count is None:
+        raise CheckpointError(f"{where} has no target_layer_ids: add the layers that it was trained on")
+    return default_target_layer_ids(depth, count)

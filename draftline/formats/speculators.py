@@ -1,0 +1,187 @@
+"""Write drafters in the format of speculators 0.9, which vLLM reads too.
+
+Three of its conventions differ from ours and raise no error: layers are numbered from one (convention B),
+`sliding_window_non_causal` is for vLLM the causality of *all* layers, and embedding and head are rebuilt from the raw
+rows of the target. So a bidirectional drafter is written with `sliding_window_non_causal: true` even without sliding
+layers, and what the format cannot say is refused: full bidirectional layers mixed with causal sliding ones, and targets
+that scale their embeddings or logits.
+
+A reduced vocabulary is written as `d2t` (offsets), `t2d` and the drafter's rows of the target's head, because vLLM
+cannot choose them by itself: without `lm_head` it would take the target's whole head.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from draftline.config import DFlashConfig
+from draftline.draft.model import DFlashDraftModel
+from draftline.draft.vocabulary import membership_of
+from draftline.errors import ExportError
+from draftline.formats.folder import DTYPES, ExportDtype, canonical, write_folder
+from draftline.formats.importing import load_format
+from draftline.formats.verify import refuse_short_window, verify_folder
+from draftline.targets.head import ReducedHead, TargetHead
+from draftline.targets.layers import to_aux_hidden_state_layer_ids
+
+SPECULATORS_VERSION = "0.9.0"
+"""The version whose format this is."""
+
+
+def export_speculators(
+    draft_model: DFlashDraftModel,
+    folder: Path,
+    dtype: ExportDtype = "bfloat16",
+    *,
+    verifier: str | None,
+    verifier_architectures: tuple[str, ...] = (),
+    target_head: TargetHead | None = None,
+    card: str | None = None,
+) -> None:
+    """Write the drafter, read it back, and compare: the folder appears only if what it holds is the same drafter.
+
+    Args:
+        verifier: the target's hub name or folder, from which readers take embedding and head.
+        verifier_architectures: as its `config.json` names them.
+        target_head: the target's, of which a reduced vocabulary stores rows.
+        card: content of README.md.
+
+    Raises:
+        ExportError: the format cannot express this drafter, or what was read back differs.
+        StorageError: the folder is not empty or cannot be written.
+    """
+    tree = speculators_config(draft_model.config, dtype, verifier, verifier_architectures)
+    beside = _reduced_head(draft_model, target_head, dtype)
+    write_folder(
+        folder,
+        tree,
+        draft_model,
+        dtype,
+        lambda written: verify_folder(written, draft_model, dtype, beside),
+        card,
+        beside,
+    )
+
+
+def load_speculators(folder: Path) -> DFlashDraftModel:
+    """Read a drafter in this format, weights in float32 on the CPU.
+
+    Raises:
+        CheckpointError: none is there, or it is in another format or not computed here.
+    """
+    return load_format(folder, "speculators").draft_model
+
+
+def speculators_config(
+    config: DFlashConfig, dtype: ExportDtype, verifier: str | None, verifier_architectures: tuple[str, ...]
+) -> dict[str, Any]:
+    """The complete `config.json`.
+
+    Raises:
+        ExportError: the format has no words for this drafter.
+    """
+    _refuse_unspeakable(config)
+    return {
+        "architectures": ["DFlashSpeculator"],
+        "speculators_model_type": "dflash",
+        "speculators_version": SPECULATORS_VERSION,
+        "aux_hidden_state_layer_ids": list(to_aux_hidden_state_layer_ids(config.target_layer_ids)),
+        "block_size": config.block_size,
+        "draft_vocab_size": config.head_rows,
+        "mask_token_id": config.mask_token_id,
+        "sample_from_anchor": config.sample_from_anchor,
+        "sliding_window_non_causal": not _causal(config),
+        "target_hidden_size": None,
+        "dtype": dtype,
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": config.num_speculative_tokens,
+                    "accept_tolerance": 0.0,
+                    "verifier_accept_k": 1,
+                }
+            ],
+            "verifier": {"name_or_path": verifier, "architectures": list(verifier_architectures)},
+        },
+        "transformer_layer_config": _layers(canonical(config)),
+    }
+
+
+def _reduced_head(
+    draft_model: DFlashDraftModel, target_head: TargetHead | None, dtype: ExportDtype
+) -> dict[str, Tensor]:
+    """What is stored with the drafter's own tensors; nothing if it can say every token."""
+    if draft_model.d2t is None or draft_model.kept_ids is None:
+        return {}
+    if target_head is None:
+        raise ExportError(
+            f"draft_vocab_size = {draft_model.config.draft_vocab_size} stores rows of the target's head, and no target "
+            "was given: add --target"
+        )
+    head = ReducedHead(target_head, draft_model.kept_ids).lm_head
+    if "bias" in dict(head.named_parameters()):
+        raise ExportError("the target's head has a bias, for which the speculators format has no place: not exported")
+    rows = head.get_parameter("weight").detach().to("cpu", DTYPES[dtype]).contiguous()
+    return {"lm_head.weight": rows, "t2d": membership_of(draft_model.d2t.cpu(), draft_model.config.vocab_size)}
+
+
+def _layers(config: DFlashConfig) -> dict[str, Any]:
+    layers: dict[str, Any] = {
+        "model_type": "qwen3",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.rms_norm_eps,
+        "max_position_embeddings": config.max_position_embeddings,
+        "layer_types": list(config.layer_types),
+        "attention_bias": False,
+        "rope_parameters": dict(config.rope_parameters),
+        "tie_word_embeddings": False,
+        "use_cache": True,
+    }
+    if config.sliding_window is None:
+        return layers
+    # without use_sliding_window transformers forgets the window
+    return layers | {
+        "use_sliding_window": True,
+        "sliding_window": config.sliding_window,
+        "max_window_layers": config.num_hidden_layers,
+    }
+
+
+def _causal(config: DFlashConfig) -> bool:
+    return "sliding_attention" in config.layer_types and config.sliding_window_causal
+
+
+def _refuse_unspeakable(config: DFlashConfig) -> None:
+    elsewhere = "export with --for zlab (z-lab's format)"
+    if config.draft_vocab_size is not None:  # for which there is no other format
+        elsewhere = "train without drafter.draft_vocab_size, and export with --for zlab"
+    if _causal(config) and "full_attention" in config.layer_types:
+        raise ExportError(
+            "full bidirectional layers mixed with causal sliding ones have no speculators form that vLLM runs right: "
+            f"{elsewhere}"
+        )
+    scales = {
+        "input_embedding_scale": config.input_embedding_scale,
+        "output_multiplier": config.output_multiplier,
+        "final_logit_softcapping": config.final_logit_softcapping,
+    }
+    for name, value in scales.items():
+        if value not in (None, 1.0):
+            raise ExportError(
+                f"{name} = {value}: the speculators format rebuilds embedding and head from raw rows and has no place "
+                f"for it: {elsewhere}"
+            )
+    refuse_short_window(config)

@@ -1,0 +1,141 @@
+"""The complete shape of a drafter, from what the user set and what the target is.
+
+What the user leaves open follows the target, so that the drafter's layers look to a serving engine like those of a
+dense Qwen3 of the target's width. Nothing is left to a default of the reader: every number is written out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from pydantic import ValidationError
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from draftline.config import DFlashConfig, DrafterConfig, LayerType
+from draftline.errors import ConfigError, TargetError
+from draftline.targets.layers import check_target_layer_ids, default_target_layer_ids
+from draftline.targets.mask_token import resolve_mask_token, used_ids
+from draftline.targets.model import Target
+from draftline.targets.rope import rope_parameters
+
+_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_EPS_FIELDS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+
+
+def resolve_drafter_config(
+    target: Target, drafter: DrafterConfig, used_token_ids: Collection[int] | Tensor | None
+) -> DFlashConfig:
+    """Fill in what `drafter` leaves open.
+
+    Args:
+        target: the live target.
+        drafter: what the user set.
+        used_token_ids: ids that occur in the data, or a bool tensor [V]; None if no data is known.
+
+    Raises:
+        ConfigError: a setting contradicts the target or another setting, or no row is free for the mask token.
+        TargetError: the target is too shallow, or its configuration cannot be followed.
+    """
+    config = target.config
+    layer_types = _layer_types(drafter)
+    ids = drafter.target_layer_ids
+    if ids is None:
+        ids = default_target_layer_ids(target.num_layers, drafter.num_captured_layers)
+    heads = drafter.num_attention_heads or _number(config, "num_attention_heads")
+    try:
+        return DFlashConfig(
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            intermediate_size=drafter.intermediate_size or _mlp_width(config),
+            num_hidden_layers=drafter.num_layers,
+            num_attention_heads=heads,
+            num_key_value_heads=drafter.num_key_value_heads or _key_value_heads(config, heads),
+            head_dim=drafter.head_dim or _head_dim(config),
+            rms_norm_eps=_eps(target),
+            rope_parameters=rope_parameters(config),
+            max_position_embeddings=config.max_position_embeddings,
+            layer_types=layer_types,
+            sliding_window=drafter.sliding_window,
+            block_size=drafter.block_size,
+            mask_token_id=resolve_mask_token(target, drafter.mask_token_id, used_ids(used_token_ids)),
+            target_layer_ids=check_target_layer_ids(ids, target.num_layers),
+            num_target_layers=target.num_layers,
+            draft_vocab_size=_draft_vocab_size(target, drafter),
+            sample_from_anchor=drafter.sample_from_anchor,
+            input_embedding_scale=target.input_embedding_scale,
+            output_multiplier=target.head.output_multiplier,
+            final_logit_softcapping=target.head.final_logit_softcapping,
+            bos_token_id=_first_id(config, "bos_token_id"),
+            eos_token_id=_first_id(config, "eos_token_id"),
+        )
+    except ValidationError as error:
+        message = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"the drafter for {target.name} cannot be built: {message}") from error
+
+
+def _draft_vocab_size(target: Target, drafter: DrafterConfig) -> int | None:
+    """None also where the number asked for is the whole table: no mapping is kept or written for that."""
+    wanted = drafter.draft_vocab_size
+    if wanted is not None and wanted > target.vocab_size:
+        raise ConfigError(
+            f"drafter.draft_vocab_size {wanted} is more than the {target.vocab_size} rows of {target.name}: lower it"
+        )
+    return None if wanted == target.vocab_size else wanted
+
+
+def _layer_types(drafter: DrafterConfig) -> tuple[LayerType, ...]:
+    """Sliding layers first, as set; both halves of the setting must be there or neither."""
+    sliding = drafter.num_sliding_layers
+    if not 0 <= sliding <= drafter.num_layers:
+        raise ConfigError(f"drafter.num_sliding_layers {sliding} does not fit a drafter of {drafter.num_layers} layers")
+    if sliding and drafter.sliding_window is None:
+        raise ConfigError(f"drafter.num_sliding_layers is {sliding} without a window: set drafter.sliding_window")
+    if drafter.sliding_window is not None and not sliding:
+        raise ConfigError(
+            f"drafter.sliding_window {drafter.sliding_window} is used by no layer: set drafter.num_sliding_layers"
+        )
+    kinds: tuple[LayerType, LayerType] = ("sliding_attention", "full_attention")
+    return tuple(kinds[layer >= sliding] for layer in range(drafter.num_layers))
+
+
+def _number(config: PretrainedConfig, name: str) -> int:
+    """A whole number of the target's configuration that the drafter cannot do without."""
+    if not hasattr(config, name) or not isinstance(getattr(config, name), int):
+        raise TargetError(f"target of type {config.model_type} does not say its {name}: set drafter.{name}")
+    return int(getattr(config, name))
+
+
+def _key_value_heads(config: PretrainedConfig, heads: int) -> int:
+    if hasattr(config, "num_key_value_heads") and config.num_key_value_heads is not None:
+        return _number(config, "num_key_value_heads")
+    return heads
+
+
+def _head_dim(config: PretrainedConfig) -> int:
+    if hasattr(config, "head_dim") and config.head_dim is not None:
+        return _number(config, "head_dim")
+    return int(config.hidden_size) // _number(config, "num_attention_heads")
+
+
+def _mlp_width(config: PretrainedConfig) -> int:
+    """The target's width; 3 * D where there is none to follow: experts, or widths that differ by layer."""
+    experts = any(hasattr(config, name) and (getattr(config, name) or 0) > 1 for name in _EXPERT_FIELDS)
+    dense = hasattr(config, "intermediate_size") and isinstance(config.intermediate_size, int)
+    return 3 * int(config.hidden_size) if experts or not dense else int(config.intermediate_size)
+
+
+def _eps(target: Target) -> float:
+    """From the configuration, which names it in several ways, else from the final norm itself."""
+    for source, names in ((target.config, _EPS_FIELDS), (target.final_norm, ("variance_epsilon", "eps"))):
+        found = [getattr(source, name) for name in names if hasattr(source, name)]
+        for value in found:
+            if value is not None:
+                return float(value)
+    raise TargetError(f"target of type {target.config.model_type} does not say the eps of its norms: not supported")
+
+
+def _first_id(config: PretrainedConfig, name: str) -> int | None:
+    """Configurations may list several end tokens, the first being the usual one."""
+    value = getattr(config, name) if hasattr(config, name) else None
+    return (value[0] if value else None) if isinstance(value, list) else value

@@ -1,0 +1,247 @@
+"""From the target's states to its logits, and from its ids to what its first layer receives.
+
+Both ways are the target's own modules plus the constants that families apply around them: Granite divides its logits,
+Cohere multiplies them, Gemma 2 caps them; Granite scales its embeddings outside the embedding module, Gemma inside.
+The configuration names the candidates, and a forward on a few tokens decides: a head that does not reproduce the
+model's real logits is refused when the target is loaded, not discovered as a drafter that learns the wrong thing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from draftline.errors import TargetError
+from draftline.targets.structure import TargetParts
+
+PROBE_SHAPE = (2, 6)
+"""Rows and tokens of the forward on which head and embedding are checked."""
+
+
+class TargetHead(nn.Module):
+    """Final norm, output head and what the model does to the logits after it.
+
+    Args:
+        norm: the target's final norm module.
+        lm_head: the target's output head module.
+        output_multiplier: what the logits are multiplied with.
+        final_logit_softcapping: cap c of c * tanh(logits / c), after the multiplication.
+    """
+
+    def __init__(
+        self,
+        norm: nn.Module,
+        lm_head: nn.Module,
+        output_multiplier: float = 1.0,
+        final_logit_softcapping: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.norm = norm
+        self.lm_head = lm_head
+        self.output_multiplier = output_multiplier
+        self.final_logit_softcapping = final_logit_softcapping
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., D] states that are already normed -> [..., V]. Differentiable with respect to `hidden`."""
+        logits: Tensor = self.lm_head(hidden.to(next(self.lm_head.parameters()).dtype))
+        if self.output_multiplier != 1.0:
+            logits = logits * self.output_multiplier
+        if self.final_logit_softcapping is not None:
+            logits = torch.tanh(logits / self.final_logit_softcapping) * self.final_logit_softcapping
+        return logits
+
+    def to_target_ids(self, rows: Tensor) -> Tensor:
+        """Token of each row of the head: the row itself."""
+        return rows
+
+    def to_whole(self, values: Tensor) -> Tensor:
+        """Values of rows as values of tokens."""
+        return values
+
+    def forward(self, last_hidden: Tensor) -> Tensor:
+        """[..., D] output of the last decoder layer, before the final norm -> [..., V]."""
+        # not self.norm(...): a HookCapture that is active on the target must not take this for a forward of the target
+        return self.logits(self.norm.forward(last_hidden))
+
+    @torch.no_grad()
+    def target_ids(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:
+        """Greedy next token at each position: [..., D] -> [...] int64, logits of `chunk_size` positions at a time."""
+        rows = last_hidden.reshape(-1, last_hidden.shape[-1])
+        ids = [self(chunk).argmax(-1) for chunk in rows.split(chunk_size)]
+        return torch.cat(ids).reshape(last_hidden.shape[:-1]) if ids else rows.new_empty(0, dtype=torch.int64)
+
+
+class ReducedHead(TargetHead):
+    """Rows of a target's head, for a drafter that can say only some tokens. Its outputs are numbered by row.
+
+    Args:
+        head: the target's.
+        kept_ids: [Vd] int64, target id of each row.
+
+    Raises:
+        TargetError: the head is not a plain matrix, or an id is none of its rows.
+    """
+
+    kept_ids: Tensor
+
+    def __init__(self, head: TargetHead, kept_ids: Tensor) -> None:
+        whole = head.lm_head
+        if not isinstance(whole, nn.Linear):
+            raise TargetError(f"{type(whole).__name__} as output head has no rows to choose from: use all tokens")
+        if len(kept_ids) and not (kept_ids.min() >= 0 and kept_ids.max() < whole.out_features):
+            raise TargetError(f"the drafter's vocabulary (d2t) has ids outside 0..{whole.out_features - 1}: fix it")
+        rows = kept_ids.to(whole.weight.device)
+        some = nn.Linear(whole.in_features, len(rows), whole.bias is not None, device="meta")
+        some.weight = nn.Parameter(whole.weight.detach()[rows], requires_grad=False)
+        if whole.bias is not None:
+            some.bias = nn.Parameter(whole.bias.detach()[rows], requires_grad=False)
+        super().__init__(head.norm, some, head.output_multiplier, head.final_logit_softcapping)
+        self.register_buffer("kept_ids", rows)
+        self._vocab_size = whole.out_features
+
+    def label_rows(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:
+        """What the target would say if it had only these tokens, by row: [..., D] -> [...] int64."""
+        return self.target_ids(last_hidden, chunk_size)
+
+    def to_target_ids(self, rows: Tensor) -> Tensor:
+        """Token of each row: row + d2t[row]."""
+        return self.kept_ids[rows]
+
+    def to_whole(self, values: Tensor) -> Tensor:
+        """[..., Vd] values of rows -> [..., V] of tokens, zero elsewhere."""
+        whole = values.new_zeros(*values.shape[:-1], self._vocab_size)
+        return whole.index_copy_(-1, self.kept_ids, values)
+
+
+def head_of_drafter(head: TargetHead, kept_ids: Tensor | None) -> TargetHead:
+    """The head that a drafter speaks through: the target's own, or those of its rows that are kept."""
+    return head if kept_ids is None else ReducedHead(head, kept_ids)
+
+
+@dataclass(frozen=True, eq=False)
+class _Probe:
+    """What one small forward showed: ids [B, T], the first layer's input, the final norm's input and the logits."""
+
+    input_ids: Tensor
+    first_input: Tensor
+    last_hidden: Tensor
+    logits: Tensor
+
+
+@torch.no_grad()
+def build_head(model: PreTrainedModel, parts: TargetParts) -> tuple[TargetHead, float]:
+    """Assemble the head and find the factor that the model applies to its embedding module's output.
+
+    Returns:
+        The head, which gives the model's own logits on a probe, and the factor (1 for most families).
+
+    Raises:
+        TargetError: the modules found do not reproduce the model.
+    """
+    probe = _run_probe(model, parts)
+    return _matching_head(probe, parts), _embedding_multiplier(probe, parts)
+
+
+def row_scale(embedding: nn.Module) -> float:
+    """What the embedding module multiplies its rows with: sqrt(D) in Gemma, 1 elsewhere.
+
+    Raises:
+        TargetError: the module does something else with its rows.
+    """
+    weight: Tensor = embedding.get_parameter("weight")
+    ids = weight.norm(dim=1).topk(min(8, len(weight))).indices
+    rows = weight[ids].double()
+    out = embedding(ids).double()
+    scale = ((out * rows).sum() / rows.square().sum()).item()
+    root = weight.shape[1] ** 0.5
+    # bf16 rounds sqrt(D); the number meant is the unrounded one
+    exact = next((value for value in (1.0, root) if abs(scale / value - 1) < 1e-2), scale)
+    if not _close(rows * exact, out, weight.dtype):
+        raise TargetError(f"{type(embedding).__name__} does more than scale its rows: drafters cannot reproduce it")
+    return exact
+
+
+def _run_probe(model: PreTrainedModel, parts: TargetParts) -> _Probe:
+    seen: dict[str, list[Tensor]] = {"first": [], "last": []}
+
+    def keep(name: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+        seen[name].append(args[0] if args else kwargs["hidden_states"])
+
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(parts.config.vocab_size, PROBE_SHAPE, generator=generator).to(model.device)
+    handles = [
+        parts.decoder_layers[0].register_forward_pre_hook(lambda _, a, k: keep("first", a, k), with_kwargs=True),
+        parts.final_norm.register_forward_pre_hook(lambda _, a, k: keep("last", a, k), with_kwargs=True),
+    ]
+    try:
+        logits = model(input_ids=ids, use_cache=False).logits
+    except (RuntimeError, ValueError, TypeError, LookupError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise TargetError(f"{type(model).__name__}: a forward on a few tokens failed: {reason}") from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    wanted = (*PROBE_SHAPE, parts.config.hidden_size)
+    for name, place in (("first", "first decoder layer"), ("last", "final norm")):
+        if [tuple(states.shape) for states in seen[name]] != [wanted]:
+            shapes = [list(states.shape) for states in seen[name]]
+            raise TargetError(
+                f"{type(model).__name__}: its {place} received {shapes} in one forward, expected {[list(wanted)]}: "
+                "this family is not supported"
+            )
+    return _Probe(ids, seen["first"][0], seen["last"][0], logits)
+
+
+def _matching_head(probe: _Probe, parts: TargetParts) -> TargetHead:
+    for multiplier, cap in itertools.product(_output_multipliers(parts.config), _soft_caps(parts.config)):
+        head = TargetHead(parts.final_norm, parts.lm_head, multiplier, cap)
+        found = head(probe.last_hidden)
+        if found.shape == probe.logits.shape and _close(found, probe.logits, found.dtype):
+            return head
+    raise TargetError(
+        f"{parts.config.model_type}: norm and lm_head of the last layer's output do not give the model's own logits: "
+        "this family does something between them that Draftline does not know"
+    )
+
+
+def _embedding_multiplier(probe: _Probe, parts: TargetParts) -> float:
+    rows = parts.embedding(probe.input_ids)
+    names = ("embedding_multiplier", "scale_emb")
+    for multiplier in [*_present(parts.config, names), 1.0]:
+        if _close(rows * multiplier, probe.first_input, rows.dtype):
+            return multiplier
+    added = probe.first_input - rows
+    if _close(added[0], added[1], rows.dtype):
+        # learned absolute positions: the same at a position whatever the token; the drafter has rotary ones instead
+        return 1.0
+    raise TargetError(
+        f"{parts.config.model_type}: its first decoder layer does not receive scaled embedding rows: "
+        "this family is not supported"
+    )
+
+
+def _output_multipliers(config: PretrainedConfig) -> list[float]:
+    """Factors on the logits that the configuration may mean, the likeliest first."""
+    # Granite divides by logits_scaling, HyperCLOVA X multiplies with a field of the same name
+    divided = [1.0 / value for value in _present(config, ("logits_scaling",))]
+    return [*divided, *_present(config, ("logits_scaling", "logit_scale", "lm_head_multiplier")), 1.0]
+
+
+def _soft_caps(config: PretrainedConfig) -> list[float | None]:
+    return [*_present(config, ("final_logit_softcapping",)), None]
+
+
+def _present(config: PretrainedConfig, names: tuple[str, ...]) -> list[float]:
+    values = [getattr(config, name) for name in names if hasattr(config, name)]
+    return [float(value) for value in values if value]
+
+
+def _close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    """Equal up to the rounding of `dtype`, relative to the largest entry."""
+    tolerance = 1e-4 if dtype in (torch.float32, torch.float64) else 3e-2
+    difference = (found.double() - wanted.double()).abs().max()
+    return bool(difference <= tolerance * wanted.double().abs().max())

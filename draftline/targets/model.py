@@ -1,0 +1,349 @@
+"""Load the frozen target, and write it out as a plain Hugging Face folder."""
+
+from __future__ import annotations
+
+import copy
+import importlib.resources
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as transformers_logging
+
+from draftline.config import TargetConfig
+from draftline.errors import StorageError, TargetError, TemplateError
+from draftline.storage import new_folder
+from draftline.targets.head import TargetHead, build_head, row_scale
+from draftline.targets.smollm2 import SMOLLM2_CONTEXT, load_smollm2, load_smollm2_tokenizer
+from draftline.targets.structure import TargetParts, find_parts, text_config
+
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+TINY_FOLDER = Path(str(importlib.resources.files("draftline") / "assets" / "tiny"))
+"""The embedded target, with `prompts.jsonl` beside it."""
+_HUB_TIMEOUT = 10.0
+"""Seconds to wait for the hub before only the local cache is tried."""
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """A live target: evaluation mode, nothing requires a gradient.
+
+    Attributes:
+        name: as the user gave it.
+        model: the whole model.
+        tokenizer: none if the folder has no tokenizer.
+        parts: its backbone, layers, norm, embedding and head.
+        head: last layer's output to logits, checked against the model.
+        embedding_multiplier: factor that the model applies outside its embedding module (Granite).
+        input_embedding_scale: factor between raw embedding rows and what the decoder layers receive, for exports.
+    """
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    parts: TargetParts
+    head: TargetHead
+    embedding_multiplier: float
+    input_embedding_scale: float
+
+    @property
+    def config(self) -> PretrainedConfig:
+        """The text configuration, taken out of a multimodal wrapper's."""
+        return self.parts.config
+
+    @property
+    def decoder_layers(self) -> nn.ModuleList:
+        return self.parts.decoder_layers
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self.parts.final_norm
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.parts.embedding
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.get_parameter("weight").device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.get_parameter("weight").dtype
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.decoder_layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding table: the tokenizer's entries and any padding rows after them."""
+        return self.embedding.get_parameter("weight").shape[0]
+
+    @torch.no_grad()
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """[...] ids -> [..., D], what the first decoder layer receives for them (but for absolute positions)."""
+        rows: Tensor = self.embedding(input_ids)
+        return rows if self.embedding_multiplier == 1.0 else rows * self.embedding_multiplier
+
+    def require_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            TargetError: the target has none.
+        """
+        return _require_tokenizer(self.name, self.tokenizer)
+
+    def require_chat_template(self) -> str:
+        """The chat template.
+
+        Raises:
+            TargetError: the target has no tokenizer.
+            TemplateError: its tokenizer has no chat template.
+        """
+        return _require_chat_template(self.name, self.require_tokenizer())
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load a target by `tiny`, `smollm2`, folder or hub name, freeze it and check that its parts are understood.
+
+    Raises:
+        TargetError: it cannot be loaded, or its structure is not one that Draftline can hook.
+    """
+    device = resolve_device(config.device)
+    dtype = _torch_dtype(config.dtype, device)
+    with _quiet():
+        model, tokenizer = load_smollm2(dtype) if config.name == "smollm2" else _load_pretrained(config, dtype)
+    try:
+        nn.Module.to(model, device)
+    except RuntimeError as error:
+        raise TargetError(f"target {config.name} does not fit on {device}: {_first_line(error)}") from error
+    return build_target(config.name, model, tokenizer)
+
+
+def load_tokenizer(config: TargetConfig, *, chat_template: bool = True) -> PreTrainedTokenizerBase:
+    """Only the tokenizer of a target; the weights are not read.
+
+    Args:
+        config: names the target.
+        chat_template: refuse a tokenizer without one; rows of formatted text or token ids need none.
+
+    Raises:
+        TargetError: it cannot be loaded, or there is none.
+        TemplateError: it has no chat template.
+    """
+    if config.name == "smollm2":
+        tokenizer = load_smollm2_tokenizer()
+    else:
+        tokenizer = _require_tokenizer(config.name, _load_tokenizer(config, *_locate(config.name)))
+    if chat_template:
+        _require_chat_template(config.name, tokenizer)
+    return tokenizer
+
+
+def load_context_limit(config: TargetConfig) -> int:
+    """Most tokens that a target reads at once; the weights are not read.
+
+    Raises:
+        TargetError: its configuration cannot be loaded.
+    """
+    if config.name == "smollm2":
+        return SMOLLM2_CONTEXT
+    source, local_only = _locate(config.name)
+    try:
+        found = AutoConfig.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
+        )
+    except _LOAD_ERRORS as error:
+        raise TargetError(_load_failure(config.name, error, local_only)) from error
+    return int(text_config(found).max_position_embeddings)
+
+
+def build_target(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Target:
+    """Freeze a model that is already in memory and check that its parts are understood.
+
+    Raises:
+        TargetError: its structure is not one that Draftline can hook.
+    """
+    model = model.eval().requires_grad_(False)
+    parts = find_parts(model)
+    head, multiplier = build_head(model, parts)
+    return Target(name, model, tokenizer, parts, head, multiplier, multiplier * row_scale(parts.embedding))
+
+
+def save_target(target: Target, folder: Path) -> None:
+    """Write model and tokenizer as an ordinary folder in float32; the folder appears complete or not at all.
+
+    Raises:
+        StorageError: the folder exists and is not empty, or cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise StorageError(f"{folder} exists and is not empty: delete it or choose another")
+    model = target.model
+    if model.dtype != torch.float32:
+        model = copy.deepcopy(model).float()
+    with new_folder(folder) as unfinished, _quiet():
+        model.save_pretrained(unfinished)
+        if target.tokenizer is not None:
+            target.tokenizer.save_pretrained(unfinished)
+
+
+def resolve_device(name: str) -> torch.device:
+    """`auto` is the first accelerator if there is one, else the CPU; `cuda` is the current one, by its number.
+
+    Raises:
+        TargetError: no such device here.
+    """
+    if name == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if accelerator is None else torch.device(accelerator.type, 0)
+    try:
+        device = torch.device(name)
+        return torch.empty(1, device=device).device
+    except (RuntimeError, AssertionError) as error:
+        raise TargetError(f"device {name!r} is not usable here ({_first_line(error)}): use cpu or auto") from error
+
+
+def _require_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    if tokenizer is None:
+        raise TargetError(f"target {name} has no tokenizer files: copy them into its folder")
+    return tokenizer
+
+
+def _require_chat_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    if not tokenizer.chat_template:
+        raise TemplateError(
+            f"target {name} has no chat template: use its instruction-tuned version, "
+            "or put a chat_template.jinja into its folder"
+        )
+    return str(tokenizer.chat_template)
+
+
+def _torch_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _load_pretrained(
+    config: TargetConfig, dtype: torch.dtype | str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
+    source, local_only = _locate(config.name)
+    try:
+        found = AutoConfig.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
+        )
+        loaded: Any = _auto_class(config.name, found).from_pretrained(
+            source,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            local_files_only=local_only,
+            output_loading_info=True,
+        )
+    except _LOAD_ERRORS as error:
+        raise TargetError(_load_failure(config.name, error, local_only)) from error
+    model, report = loaded
+    missing = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing:
+        raise TargetError(
+            f"target {config.name}: {len(missing)} weights are missing or of the wrong shape, first {missing[0]}: "
+            "the checkpoint does not belong to its config.json"
+        )
+    return model, _load_tokenizer(config, source, local_only)
+
+
+def _load_tokenizer(config: TargetConfig, source: str, local_only: bool) -> PreTrainedTokenizerBase | None:
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
+        return None
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
+        )
+    except _LOAD_ERRORS as error:
+        raise TargetError(f"target {config.name}: its tokenizer cannot be loaded: {_first_line(error)}") from error
+    return tokenizer
+
+
+def _auto_class(name: str, config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+    """Text models and wrappers that know how to be one; other wrappers as image-text models, used text-only."""
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping or (hasattr(config, "auto_map") and auto.__name__ in config.auto_map):
+            return auto
+    raise TargetError(f"target {name}: model type {config.model_type!r} is not a causal language model")
+
+
+def _locate(name: str) -> tuple[str, bool]:
+    """Where to load `name` from, and whether only files on this machine may be used.
+
+    Raises:
+        TargetError: no such folder, a folder without config.json, or no such model on the hub.
+    """
+    if name == "tiny":
+        name = str(TINY_FOLDER)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise TargetError(f"target {name} has no config.json: give a folder written by save_pretrained")
+        return str(folder), True
+    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise TargetError(f"target {name} is not a folder: give tiny, smollm2, a Hugging Face folder or a hub name")
+    try:
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise TargetError(
+            f"target {name} is neither a folder here nor a public model on the hub: check the spelling, "
+            "or log in if it is private"
+        ) from error
+    except (OSError, HTTPError):
+        # without this, every file would be asked for five times before the cache is looked at
+        return name, True
+    return name, False
+
+
+def _load_failure(name: str, error: Exception, local_only: bool) -> str:
+    if "trust_remote_code" in str(error):
+        return f"target {name} brings its own Python code: set target.trust_remote_code=true to run it"
+    if local_only and not Path(name).expanduser().is_dir() and name != "tiny":
+        return (
+            f"target {name} is not a folder here, is not in the local cache, and the hub cannot be reached: "
+            "give a folder, or download the model first"
+        )
+    return f"target {name} cannot be loaded: {_first_line(error)}"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' own progress bars, which would tear those of the command line."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
