@@ -140,5 +140,5 @@ def test_an_interrupted_quickstart_goes_on(tmp_path: Path, monkeypatch: pytest.M
         assert jobs.quickstart(out)[1].prompts == 2
     assert [path.stat().st_mtime_ns for path in done] == before
     (out / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match="no quickstart"):
+    with pytest.raises(StorageError, match="not a quickstart"):
         jobs.quickstart(out)

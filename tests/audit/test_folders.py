@@ -36,7 +36,7 @@ def test_a_run_folder_is_audited_with_its_trained_weights(tmp_path: Path) -> Non
 
 
 def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"is not a run folder: it has no checkpoint; name one written by"):
+    with pytest.raises(CheckpointError, match=r"is not a run folder: it has no checkpoint; name one that"):
         audit_run_folder(tmp_path)
 
 

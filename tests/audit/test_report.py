@@ -69,7 +69,7 @@ def test_the_report_is_readable_without_colour() -> None:
     text = out.getvalue()
     assert "ERROR   DRF009  the mask token is a token that text can contain" in text
     assert "found: mask_token_id 2 is the eos token" in text
-    assert "fix:  drafter.mask_token_id" in text
+    assert "fix:   drafter.mask_token_id" in text
     assert "audit: 1 errors, 0 warnings; 1 checks passed" in text
 
 

@@ -52,5 +52,5 @@ def test_page_escapes_the_text(views: list[ConversationView], tmp_path: Path) ->
 
 
 def test_folder_without_data(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no complete prepared data set"):
+    with pytest.raises(DataError, match="not a complete prepared data set"):
         inspect_dataset(tmp_path)

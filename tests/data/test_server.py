@@ -230,5 +230,5 @@ def test_only_an_answer_that_the_target_ended_has_an_end(
 
 def test_a_reply_that_is_no_completion(server: ChatServer, tmp_path: Path) -> None:
     server.reply = {"text": "completion of another interface"}
-    with pytest.raises(ServerError, match="no chat completion"):
+    with pytest.raises(ServerError, match="not a chat completion"):
         ask(server, tmp_path, [prompts("a")], retries=1)

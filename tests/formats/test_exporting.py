@@ -84,7 +84,7 @@ def test_commands_draft_as_many_tokens_as_were_trained() -> None:
     assert shlex.split(convert_target)[2] == "a/target"
     assert shlex.split(convert_drafter)[2:5] == ["my drafter", "--target-model-dir", "a/target"]
     assert "--spec-draft-n-max 3" in server
-    with pytest.raises(ExportError, match="no known reader"):
+    with pytest.raises(ExportError, match="not a known reader"):
         serving_command("llamafile", serving)  # type: ignore[arg-type]
 
 
@@ -214,7 +214,7 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(tmp_path: Path) -> 
     before = sorted(path.name for path in tmp_path.iterdir())
     cases: list[tuple[type[Exception], dict[str, Any], str]] = [
         (ExportError, {"reader": "speculators"}, "no speculators form that vLLM runs right"),
-        (ExportError, {"reader": "vlm"}, "no known reader: use one of zlab"),
+        (ExportError, {"reader": "vlm"}, "not a known reader: use one of zlab"),
         (ExportError, {"dtype": "float16"}, "float16"),
         (TargetError, {"target": make_target(num_hidden_layers=8)}, "layers 7"),
         (StorageError, {"out": tmp_path / "full"}, "full"),

@@ -161,7 +161,7 @@ WRONG: list[tuple[str, Callable[[Tree], None], str]] = [
     ("speculators", put("speculators_model_type", "dspark"), "'dspark'"),
     ("speculators", drop("sample_from_anchor"), "--sample-from-anchor"),
     ("speculators", put("target_hidden_size", 48), "target_hidden_size"),
-    ("zlab", put("architectures", ["LlamaForCausalLM"]), "no known drafter"),
+    ("zlab", put("architectures", ["LlamaForCausalLM"]), "not a known drafter"),
     ("zlab", put("torch_dtype", "bfloat16"), "torch_dtype is 'bfloat16', the weights are float32"),
     ("zlab", put("draft_vocab_size", 32), "draft_vocab_size is 32 of 40"),
     ("zlab", put("mlp_bias", True), "biases in its MLP"),
@@ -175,7 +175,7 @@ WRONG: list[tuple[str, Callable[[Tree], None], str]] = [
     ("deepspec", put("block_size", "4"), "text '4'"),
     ("speculators", put("block_size", 3), "speculative_tokens is 3, and a block_size of 3 drafts 2"),
     ("speculators", put("transformer_layer_config.rms_norm_eps", -1e-6), "rms_norm_eps"),
-    ("zlab", put("architectures", "DFlashDraftModel"), "no known drafter"),
+    ("zlab", put("architectures", "DFlashDraftModel"), "not a known drafter"),
 ]
 
 
@@ -337,8 +337,8 @@ def test_folders_that_hold_no_drafter_are_refused_in_one_line(tmp_path: Path) ->
     (tmp_path / "cut" / "config.json").write_bytes((whole / "config.json").read_bytes()[:40])
     for name, words in {
         "nothing": "is not a folder",
-        "empty": "no drafter, or only half of one",
-        "weights only": "no drafter, or only half of one",
+        "empty": "not a drafter, or only half of one",
+        "weights only": "not a drafter, or only half of one",
         "config only": r"has no model\.safetensors: copy the whole folder",
         "pickled": r"pytorch_model\.bin is not read",
         "cut": "not valid JSON",

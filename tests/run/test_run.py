@@ -207,7 +207,7 @@ def test_a_folder_in_use_is_refused(whole: Path, tmp_path: Path) -> None:
         small_run(whole)
     assert (whole / "metrics.jsonl").read_text() == before
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(StorageError, match="no run"):
+    with pytest.raises(StorageError, match="not a run"):
         small_run(tmp_path, resume=True)
     with pytest.raises(StorageError, match="is a file"):
         small_run(tmp_path / "notes.txt")
