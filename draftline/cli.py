@@ -423,7 +423,9 @@ def generate(
 def export(
     source: Annotated[Path, typer.Argument(help="Run folder, checkpoint, or a drafter of another trainer.")],
     out: Out,
-    target: TargetName,
+    target: Annotated[
+        str | None, typer.Option("--target", help="Folder or hub name; the run's own if left out, which a run knows.")
+    ] = None,
     reader: Annotated[ReaderName, typer.Option("--for", help="The program that will read it.")] = "zlab",
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype")] = "bfloat16",
     target_path: Annotated[str | None, typer.Option(help="The target as the server will find it.")] = None,
@@ -434,13 +436,12 @@ def export(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write the drafter for the program that will serve it, and check what was written."""
-    from draftline.config import TargetConfig
-    from draftline.formats.exporting import Results, export_drafter
+    from draftline.formats.exporting import Results, export_drafter, target_of_export
     from draftline.formats.facts import Given
     from draftline.targets.model import load_target
 
     keep_apart([json_out], [evaluation, audit_json])
-    live = load_target(TargetConfig(name=target, trust_remote_code=trust_remote_code))
+    live = load_target(target_of_export(source, target, trust_remote_code))
     report = export_drafter(
         source=source,
         out=out,

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftline.config import RunConfig
-from draftline.errors import CheckpointError, ExportError
+from pydantic import ValidationError
+
+from draftline.config import RunConfig, TargetConfig
+from draftline.errors import CheckpointError, ConfigError, ExportError
 from draftline.formats.activation import FLOAT16_MAX, largest_activation
 from draftline.formats.card import CardFacts, Training, model_card, readers_of
 from draftline.formats.facts import Given
@@ -60,6 +62,26 @@ class Results:
 
     evaluation: Path | None = None
     audit: Path | None = None
+
+
+def target_of_export(source: Path, name: str | None = None, trust_remote_code: bool = False) -> TargetConfig:
+    """The target to load for an export: the one that is named, else the one that the run in `source` was trained for.
+
+    Args:
+        source: a run, a checkpoint, or any folder that `import` reads.
+        name: wins over what the run knows, its dtype and device among it.
+        trust_remote_code: allowed besides by the settings of a run that was started with it.
+
+    Raises:
+        CheckpointError: the run's own record cannot be read.
+        ConfigError: no target is named, and `source` is not a run that knows one.
+    """
+    if name is not None:
+        return TargetConfig(name=name, trust_remote_code=trust_remote_code)
+    run = _run_config(source)
+    if run is None:
+        raise ConfigError(f"{source} does not say where its target is: give --target")
+    return run.target.model_copy(update={"trust_remote_code": trust_remote_code or run.target.trust_remote_code})
 
 
 def export_drafter(
@@ -176,17 +198,38 @@ def _write(
 
 def _training(source: Path) -> Training | None:
     """From the checkpoint's own record, which lies beside its weights; None for a drafter of another program."""
-    checkpoint = checkpoint_folder(source)
-    if checkpoint is None:
+    state, run_config = _state(source), _run_config(source)
+    if state is None or run_config is None:
         return None
-    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     return Training(
-        run_config=RunConfig.model_validate(state["run_config"]),
+        run_config=run_config,
         data_fingerprint=state["data_fingerprint"],
         step=state["progress"]["step"],
         tokens=state["progress"]["tokens"],
         allowed=_allowed(source),
     )
+
+
+def _run_config(source: Path) -> RunConfig | None:
+    """Settings of the run that the checkpoint in `source` belongs to."""
+    state = _state(source)
+    try:
+        return None if state is None else RunConfig.model_validate(state["run_config"])
+    except (KeyError, ValidationError) as error:
+        raise CheckpointError(f"{source} was written by another version of Draftline: use that version") from error
+
+
+def _state(source: Path) -> dict[str, Any] | None:
+    """What a checkpoint of ours says of itself; None for a drafter of another program."""
+    checkpoint = checkpoint_folder(source)
+    if checkpoint is None:
+        return None
+    path = checkpoint / "state.json"
+    try:
+        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read: name another checkpoint of the run") from error
+    return state
 
 
 def _allowed(source: Path) -> tuple[str, ...]:

@@ -13,32 +13,33 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
+from draftline import cli
 from draftline.config import DataConfig, RunConfig, TargetConfig
 from draftline.data.chat_mode import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import CheckpointError, ExportError, StorageError, TargetError
-from draftline.formats.exporting import Results, export_drafter, import_drafter
+from draftline.formats.exporting import Results, export_drafter, import_drafter, target_of_export
 from draftline.formats.folder import ExportDtype
 from draftline.formats.importing import load_drafter
 from draftline.formats.mode import trained_mode
 from draftline.formats.serving import READERS, Reader, Serving, serving_command
 from draftline.records import StepMetrics
-from draftline.targets.model import TINY_FOLDER
+from draftline.targets.model import TINY_FOLDER, save_target
 from draftline.train.checkpoint import Checkpoint, write_checkpoint
 from draftline.train.state import TrainState
 from tests.formats.checkpoints import CONTRACTS, tensors_of, write
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target, same_weights
 
 
-def make_run(folder: Path, **changes: Any) -> Path:
+def make_run(folder: Path, trained_for: TargetConfig | None = None, **changes: Any) -> Path:
     """A run folder with one checkpoint, which is its last and its best."""
-    model = make_drafter(**changes)
+    model, trained_for = make_drafter(**changes), trained_for or TargetConfig(name="a/target")
     checkpoint = Checkpoint(
         weights=model.state_dict(),
         moments={},
         random={},
         state=TrainState(StepMetrics.zero(4), step=12, tokens=3456),
-        run_config=RunConfig(target=TargetConfig(name="a/target"), data=DataConfig(path=Path("somewhere/talks"))),
+        run_config=RunConfig(target=trained_for, data=DataConfig(path=Path("somewhere/talks"))),
         drafter_config=model.config,
         data_fingerprint="f1n9er",
     )
@@ -61,6 +62,26 @@ def test_a_run_is_exported_for_every_reader(tmp_path: Path, reader: Any) -> None
     assert "a/target" in report.command
     assert report.to_json()["folder"] == str(tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_run_is_exported_for_the_target_that_it_knows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_target(make_target(), tmp_path / "target")
+    own = TargetConfig(name=str(tmp_path / "target"), dtype="float32", device="cpu", trust_remote_code=True)
+    run = make_run(tmp_path / "run", own)
+    for source in (run, run / "best"):
+        assert target_of_export(source) == own
+        assert target_of_export(source, "elsewhere") == TargetConfig(name="elsewhere")
+    assert cli.run(["export", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert own.name in capsys.readouterr().out
+    assert load_drafter(tmp_path / "out").config == SMALL
+    assert cli.run(["export", str(run), "--out", str(tmp_path / "other"), "--target", str(tmp_path / "moved")]) == 2
+    assert "moved" in capsys.readouterr().err
+    assert cli.run(["export", str(tmp_path / "out"), "--out", str(tmp_path / "other")]) == 2
+    assert "does not say where its target is: give --target" in capsys.readouterr().err
+    (run / "best" / "state.json").write_text("{")
+    assert cli.run(["export", str(run), "--out", str(tmp_path / "other")]) == 2
+    assert "state.json cannot be read" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 def test_the_embedded_target_is_served_by_its_folder(tmp_path: Path) -> None:
