@@ -31,6 +31,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from draftline.commands.evaluate import drafter_for, evaluate_at_server, evaluate_drafter
 from draftline.config import TargetConfig
 from draftline.data.endpoint import Endpoint
 from draftline.data.prompts import read_prompts
@@ -38,7 +39,6 @@ from draftline.evaluate.generate import tie_gap
 from draftline.evaluate.server import ServerMeasurement
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.formats.exporting import export_drafter
-from draftline.jobs import drafter_for, evaluate_at_server, evaluate_drafter
 from draftline.targets.model import Target, load_target, save_target
 
 SCRIPTS = Path(__file__).resolve().parent

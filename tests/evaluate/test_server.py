@@ -12,13 +12,13 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from draftline.cli import run
+from draftline.commands.evaluate import parse_concurrency
 from draftline.config import TargetConfig
 from draftline.data.conversations import Conversation, Message
 from draftline.data.endpoint import Endpoint
 from draftline.errors import ConfigError, ServerError
 from draftline.evaluate.server import ServerMeasurement, evaluate_server
 from draftline.evaluate.server_result import Level, ServerResult, server_table
-from draftline.jobs import parse_concurrency
 from draftline.targets.model import load_tokenizer
 from tests.evaluate.engine_servers import DRAFTED, EngineServer, Program, answer_to
 

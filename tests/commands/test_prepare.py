@@ -5,14 +5,29 @@ from pathlib import Path
 
 import pytest
 
-from draftline.cli import run
+from draftline import cli
+from draftline.commands.prepare import answer_and_prepare
+from draftline.config import TargetConfig
+from draftline.data.pipeline import PrepareOptions
+from draftline.data.regenerate import GenerationSettings
+from draftline.targets.model import load_target
 from tests.data.test_prepare import row, write
+
+PROMPTS = ["Sort these numbers: 5 2 9", "What is 12 + 7?", "Say hello", "Count to 4", "What is 3 + 4?", "Sort: 2 1"]
+
+
+def prepared(tmp_path: Path) -> Path:
+    rows = [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": "Yes."}]} for p in PROMPTS]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data, out = str(tmp_path / "chats.jsonl"), tmp_path / "data"
+    assert cli.run(["prepare", "--target", "tiny", "--data", data, "--out", str(out)]) == 0
+    return out
 
 
 def test_files_may_follow_one_option_or_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     a, b, c = (write(tmp_path / f"{name}.jsonl", [row(name)]) for name in "abc")
     words = ["prepare", "--target", "tiny", "--data", a, b, "--data", c, "--out", str(tmp_path / "out")]
-    assert run([*words, "--max-length", "4000", "--json", str(tmp_path / "report.json")]) == 0
+    assert cli.run([*words, "--max-length", "4000", "--json", str(tmp_path / "report.json")]) == 0
     report = json.loads((tmp_path / "report.json").read_text())
     assert (report["rows_in"], report["rows_out"], report["dropped"]) == (3, 3, {})
     assert "--max-length 4000 is lowered to 2048" in capsys.readouterr().err
@@ -22,9 +37,9 @@ def test_files_may_follow_one_option_or_several(tmp_path: Path, capsys: pytest.C
 def test_unreadable_share_and_supervision_are_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = write(tmp_path / "data.jsonl", [row("a"), "{"])
     words = ["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]
-    assert run(words) == 2
+    assert cli.run(words) == 2
     assert capsys.readouterr().err.splitlines()[-1].endswith("fix the file, or raise --max-unreadable")
-    assert run([*words, "--max-unreadable", "0.5", "--supervise", "all"]) == 0
+    assert cli.run([*words, "--max-unreadable", "0.5", "--supervise", "all"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["tokens"] == report["supervised_tokens"]
 
@@ -33,7 +48,7 @@ def test_the_default_length_follows_the_target_without_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = write(tmp_path / "a.jsonl", [row("a")])
-    assert run(["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]) == 0
+    assert cli.run(["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]) == 0
     assert "max-length" not in capsys.readouterr().err
     assert json.loads((tmp_path / "out/meta.json").read_text())["max_length"] == 2048
 
@@ -42,9 +57,25 @@ def test_wrong_words_are_said_in_plain_words(tmp_path: Path, capsys: pytest.Capt
     data = write(tmp_path / "a.jsonl", [row("a")])
     words = ["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out")]
     for wrong in (["--max-length", "many"], ["--supervise", "some"], ["--heldout", "-1"], ["--split", "test"]):
-        assert run([*words, *wrong]) == 2
+        assert cli.run([*words, *wrong]) == 2
         line = capsys.readouterr().err
         assert line.count("\n") == 1
         assert wrong[0] in line
         assert "Value error" not in line
         assert "Input should" not in line
+
+
+def test_prepare_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftline.targets.model.load_target", lambda _config: pytest.fail("loaded"))
+    assert (prepared(tmp_path) / "meta.json").exists()
+
+
+def test_given_answers_are_compared_with_the_targets_own_before_it_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"messages": [{"role": "user", "content": "Say hello"}, {"role": "assistant", "content": "qzx vkj wpf"}]}
+    (tmp_path / "given.jsonl").write_text(json.dumps(row) + "\n")
+    target = load_target(TargetConfig(name="tiny"))
+    settings = GenerationSettings(max_new_tokens=4)
+    answer_and_prepare(target, [str(tmp_path / "given.jsonl")], tmp_path / "out", PrepareOptions(), settings)
+    assert "regenerate" in capsys.readouterr().err

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 from draftline import cli
+from draftline.commands.evaluate import evaluate_drafter
 from draftline.errors import ConfigError
 from draftline.evaluate.settings import parse_template_options
 
@@ -65,3 +68,30 @@ def test_template_options_are_yaml_values() -> None:
     for word in ("tokenize=false", "=1", "a b=1"):
         with pytest.raises(ConfigError, match="KEY=VALUE"):
             parse_template_options([word])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """As much of a result as `evaluate_drafter` looks at."""
+
+    drafter: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def test_a_result_names_the_checkpoint_that_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftline.evaluate.benchmark.evaluate_prompts", lambda *_, **__: Measured())
+    monkeypatch.chdir(tmp_path)
+    step = tmp_path / "run" / "checkpoints" / "step-000002"
+    step.mkdir(parents=True)
+    (step / "state.json").write_text("{}")
+    (tmp_path / "run" / "best").symlink_to("checkpoints/step-000002")
+    given: list[tuple[Path | None, str | None]] = [
+        (Path("run"), "run/checkpoints/step-000002"),
+        (Path("run/best"), "run/checkpoints/step-000002"),
+        (tmp_path / "run", str(step)),
+        (Path("exported"), "exported"),
+        (None, None),
+    ]
+    for folder, expected in given:
+        found: Any = evaluate_drafter(*cast(Any, (None, None, [], None, None)), folder)
+        assert found.drafter == expected

@@ -1,0 +1,5 @@
+"""`python -m draftline` is the command `draftline`."""
+
+from draftline.cli import main
+
+main()

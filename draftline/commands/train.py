@@ -1,0 +1,109 @@
+"""`draftline train`: the settings of a run, the audit before it, and the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from draftline.commands.options import DTYPE_HELP, DtypeName, InitFrom, MaybeTrust, Recipe
+from draftline.config import RunConfig, load_run_config
+from draftline.errors import AuditRefusal, ConfigError
+
+if TYPE_CHECKING:
+    from draftline.run import Examination, Gate
+    from draftline.targets.model import Target
+
+
+def train(
+    out: Annotated[Path, typer.Option("--out", help="Run folder.")],
+    target: Annotated[
+        str | None, typer.Option("--target", help="tiny, smollm2, a local Hugging Face folder or a hub name.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder that `draftline prepare` wrote.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="section.key=value words, see draftline/config.py.")
+    ] = None,
+    recipe: Recipe = None,
+    config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
+    init_from: InitFrom = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
+    allow: Annotated[
+        list[str] | None, typer.Option("--allow", help="Start in spite of audit findings with this code.")
+    ] = None,
+    target_dtype: Annotated[DtypeName | None, typer.Option("--target-dtype", help=DTYPE_HELP)] = None,
+    device: Annotated[str | None, typer.Option("--device", help="Of both halves: auto, cpu, cuda:1, ...")] = None,
+    trust_remote_code: MaybeTrust = None,
+) -> None:
+    """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
+    from draftline.run import train_run
+
+    flags = {
+        "target.name": target,
+        "data.path": None if data is None else str(data),
+        "drafter.init_from": None if init_from is None else str(init_from),
+        "target.dtype": target_dtype,
+        "target.device": device,
+        "train.device": device,
+        "target.trust_remote_code": trust_remote_code,
+    }
+    given = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
+    wanted = train_settings(out, [*given, *(settings or [])], recipe=recipe, config=config, resume=resume)
+    trained = train_run(wanted, out, resume=resume, gate=audit_gate(allow or []))
+    print(json.dumps(trained.to_json(), ensure_ascii=False))
+
+
+def train_settings(
+    out: Path, words: Sequence[str], *, recipe: str | None, config: Path | None, resume: bool
+) -> RunConfig:
+    """Settings of a run: a recipe, or on resume those of the run in `out`; then a YAML file; then words.
+
+    A recipe that is named on resume is taken, so that the command that began a run also continues it.
+
+    Raises:
+        ConfigError: a setting is unknown or out of range, or nothing says what the target is.
+    """
+    from draftline.recipes import find_recipe
+    from draftline.train.run_folder import saved_config
+
+    saved = saved_config(out) if resume and recipe is None else None
+    if saved is None and config is None and not any(word.startswith("target.name=") for word in words):
+        raise ConfigError("nothing says what to train for: give --target, --config, or --resume with a run")
+    return load_run_config(config, words, saved or find_recipe(recipe or "published"))
+
+
+def audit_gate(allow: Collection[str]) -> Gate:
+    """Examine a run before it starts; findings of severity error stop it unless their codes are allowed.
+
+    So does a check that could not run: what it would have found is not known. The report goes to stderr. The gate
+    raises `AuditRefusal`, and gives the codes that the run starts in spite of, allowed warnings included.
+
+    Raises:
+        ConfigError: a code does not exist.
+    """
+    from rich.console import Console
+
+    from draftline.audit import CHECKS
+    from draftline.audit.folders import audit_run_config
+    from draftline.run import Examination
+
+    unknown = [code for code in allow if code not in CHECKS]
+    if unknown:
+        raise ConfigError(f"--allow {unknown[0]}: there is no such check; name a code of the audit, such as DRF001")
+
+    def examine(config: RunConfig, target: Target) -> Examination:
+        report = audit_run_config(config, target)
+        report.render(Console(stderr=True))
+        codes = [finding.code for finding in report.errors()] + report.not_examined
+        stopping = [code for code in codes if code not in allow]
+        if stopping:
+            raise AuditRefusal(
+                f"the audit found {', '.join(stopping)}: fix them as it says, or add --allow CODE for each"
+            )
+        warned = [finding.code for finding in report.findings if finding.severity == "warning"]
+        return Examination([*codes, *(code for code in warned if code in allow)], report.to_json())
+
+    return examine

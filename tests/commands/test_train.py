@@ -1,0 +1,132 @@
+"""What words become the settings of a run, and the gate before it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from draftline import cli
+from draftline.audit.finding import CheckResult, Finding
+from draftline.audit.report import AuditReport
+from draftline.commands.train import audit_gate
+from draftline.config import RunConfig, TargetConfig, load_run_config
+from draftline.errors import AuditRefusal, ConfigError
+from draftline.run import Gate, RunResult
+from draftline.targets.model import load_target
+from draftline.train.run_folder import check_run_folder
+from tests.commands.test_prepare import prepared
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """Settings with which `draftline train` starts a run, which ends at once."""
+    seen: list[RunConfig] = []
+
+    def train_run(config: RunConfig, out: Path, *, resume: bool, gate: Gate) -> RunResult:
+        assert callable(gate)
+        check_run_folder(out, config, resume)
+        seen.append(config)
+        return RunResult(out, 0, 0, 0.0, None, {})
+
+    monkeypatch.setattr("draftline.run.train_run", train_run)
+    return seen
+
+
+def train(out: Path, *words: str) -> int:
+    return cli.run(["train", "--out", str(out), *words])
+
+
+def test_flags_that_are_not_given_leave_the_file_alone(tmp_path: Path, started: list[RunConfig]) -> None:
+    target = {"name": "nö", "dtype": "bfloat16", "device": "cpu", "trust_remote_code": True}
+    tree = {"target": target, "data": {"path": "somewhere"}, "train": {"device": "cpu"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    words = ("--config", str(tmp_path / "c.yaml"))
+    assert train(tmp_path / "run", *words) == 0
+    assert started[0] == load_run_config(tmp_path / "c.yaml")
+    assert train(tmp_path / "run", *words, "--target", "näher", "--target-dtype", "float32") == 0
+    assert (started[1].target.name, started[1].target.dtype) == ("näher", "float32")
+    assert started[1].target.trust_remote_code
+
+
+def test_a_drafter_to_train_further_is_a_setting(tmp_path: Path, started: list[RunConfig]) -> None:
+    assert train(tmp_path / "run", "--target", "tiny", "--init-from", "theirs") == 0
+    assert started[0].drafter.init_from == Path("theirs")
+
+
+def test_one_flag_places_both_halves_unless_a_setting_does(tmp_path: Path, started: list[RunConfig]) -> None:
+    words = ("--target", "tiny", "--data", "d", "--device", "cpu")
+    assert train(tmp_path / "run", *words) == train(tmp_path / "run", *words, "train.device=cuda:1") == 0
+    assert [(c.target.device, c.train.device) for c in started] == [("cpu", "cpu"), ("cpu", "cuda:1")]
+
+
+def test_a_run_must_be_told_its_target(
+    tmp_path: Path, started: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(tmp_path / "run", "--data", "d") == 2
+    assert "give --target" in capsys.readouterr().err
+    assert not started
+
+
+def test_resume_starts_from_the_settings_of_the_run(
+    tmp_path: Path, started: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["target.name=tiny", "data.path=d", "train.max_steps=7", "optim.learning_rate=0.5"]
+    saved = load_run_config(None, words)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved.model_dump(mode="json")))
+    assert train(tmp_path, "--resume") == 0
+    assert train(tmp_path, "--resume", "--target", "moved", "train.save_every=3") == 0
+    assert started[0] == saved
+    assert (started[1].target.name, started[1].train.save_every, started[1].train.max_steps) == ("moved", 3, 7)
+    assert train(tmp_path, "--resume", "train.max_steps=8") == 2
+    assert "train.max_steps is 7" in capsys.readouterr().err
+
+
+def test_data_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = prepared(tmp_path)
+    words = ["--target", "tiny", "--data", str(data), "--recipe", "quickstart", "train.max_steps=1"]
+    assert train(tmp_path / "run", *words) == 0
+    meta = json.loads((data / "meta.json").read_text())
+    (data / "meta.json").write_text(json.dumps({**meta, "tokenizer_hash": "other"}))
+    assert train(tmp_path / "other", *words) == 2
+    assert "another tokenizer or chat template" in capsys.readouterr().err
+
+
+@pytest.fixture
+def two_errors_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        Finding("TGT002", "error", "targets", "evidence", "fix"),
+        Finding("DRF001", "error", "fc", "evidence", "fix"),
+        Finding("LOS003", "warning", "gamma", "evidence", "fix"),
+    ]
+    monkeypatch.setattr("draftline.audit.folders.audit_run_config", lambda *_: AuditReport(findings, []))
+
+
+@pytest.mark.usefixtures("two_errors_and_a_warning")
+def test_the_gate_stops_a_run_for_each_error_that_is_not_allowed() -> None:
+    target = load_target(TargetConfig(name="tiny"))
+    for allow, left in ([], "TGT002, DRF001"), (["TGT002"], "DRF001"), (["LOS003"], "TGT002, DRF001"):
+        with pytest.raises(AuditRefusal, match=f"found {left}: ") as refusal:
+            audit_gate(allow)(RunConfig(), target)
+        assert refusal.value.exit_status == 1
+    examination = audit_gate(["DRF001", "TGT002"])(RunConfig(), target)
+    assert examination.allowed == ["TGT002", "DRF001"]
+    assert [finding["code"] for finding in examination.report["findings"]] == ["TGT002", "DRF001", "LOS003"]
+    everything = audit_gate(["LOS003", "DRF001", "TGT002"])(RunConfig(), target)
+    assert everything.allowed == ["TGT002", "DRF001", "LOS003"]  # the run says of itself that a warning was allowed
+
+
+def test_a_check_that_could_not_run_stops_a_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = [CheckResult("DRF011", "crashed", 0.1, "IndexError: of no use")]
+    monkeypatch.setattr("draftline.audit.folders.audit_run_config", lambda *_: AuditReport([], checks))
+    target = load_target(TargetConfig(name="tiny"))
+    with pytest.raises(AuditRefusal, match="found DRF011: "):
+        audit_gate([])(RunConfig(), target)
+    assert audit_gate(["DRF011"])(RunConfig(), target).allowed == ["DRF011"]
+
+
+def test_only_codes_of_checks_can_be_allowed() -> None:
+    with pytest.raises(ConfigError, match="--allow DRF999: there is no such check"):
+        audit_gate(["DRF001", "DRF999"])
