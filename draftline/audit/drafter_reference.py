@@ -1,13 +1,14 @@
-"""A second implementation of the drafter, for comparison only: one block at a time, explicit loops over heads' masks.
+"""A second implementation of the drafter, for comparison only: float64, one conversation at a time, whole masks.
 
-It reads nothing but a `DrafterView` (what some reader believes the drafter to be) and tensors by name. The training
-code, and what each serving engine makes of an exported folder, are compared with it.
+It reads nothing but a `DrafterView` (what some reader believes the drafter to be) and tensors by name, as z-lab names
+them. The training code, and what each serving engine makes of an exported folder, are compared with it. Source:
+`docs/concepts/semantics.md`, section 4, after DFlash, arXiv 2602.06036.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +17,6 @@ from torch import Tensor
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftline.audit.reference import BlockPlace, visible
 from draftline.config import DFlashConfig
 
 
@@ -106,13 +106,14 @@ def _llama3(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
 
 
 def rope_table(view: DrafterView, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin, [T, H] float64, both halves of a head rotated by the same angles."""
+    """cos and sin, [..., H] float64 of positions [...], both halves of a head rotated by the same angles."""
     frequencies, factor = rope_frequencies(view)
-    angles = positions.double().cpu()[:, None] * frequencies
+    angles = positions.double().cpu()[..., None] * frequencies
     angles = torch.cat([angles, angles], dim=-1)
     return angles.cos() * factor, angles.sin() * factor
 
 
+@torch.no_grad()
 def reference_block(
     view: DrafterView,
     weights: Mapping[str, Tensor],
@@ -121,21 +122,51 @@ def reference_block(
     position_shift: int = 0,
     position_step: int = 1,
 ) -> Tensor:
-    """Outputs of one block, [P, D] float64 after `norm`.
+    """Outputs of one block, [P, D] float64 after `norm`, as decoding asks for it.
 
     Args:
         context_states: [n, L*D] states of the n tokens before the anchor, from the document's first on.
         block_embeddings: [P, D].
         position_shift, position_step: slots sit at anchor + shift + step * k; 0 and 1 are right.
     """
-    tensor = _Weights(weights)
-    context = _norm(context_states.double().cpu() @ tensor["fc.weight"].T, tensor["hidden_norm.weight"], view.eps)
-    block = block_embeddings.double().cpu()
-    slots = len(context) + position_shift + position_step * torch.arange(len(block))
-    positions = torch.cat([torch.arange(len(context)), slots])
-    for index in range(len(view.causal)):
-        block = _layer(view, tensor, index, context, block, positions)
-    return _norm(block, tensor["norm.weight"], view.eps)
+    slots = len(context_states) + position_shift + position_step * torch.arange(len(block_embeddings))
+    anchors = [len(context_states)]
+    return _run(view, weights, context_states, anchors, block_embeddings[None], slots[None])[0]
+
+
+def reference_blocks(
+    view: DrafterView,
+    weights: Mapping[str, Tensor],
+    states_SLD: Tensor,
+    anchors: Sequence[int],
+    embeddings_APD: Tensor,
+) -> Tensor:
+    """Outputs of blocks of one conversation, [A, P, D] float64 after `norm`, as training asks for them.
+
+    Differentiable with respect to the weights. Costs A * P * (S + P) scores per head and layer.
+
+    Args:
+        states_SLD: [S, L*D] captured states of all its tokens.
+        anchors: A positions in the conversation.
+        embeddings_APD: [A, P, D] what the slots start from.
+    """
+    slots_AP = torch.tensor(list(anchors))[:, None] + torch.arange(embeddings_APD.shape[1])
+    return _run(view, weights, states_SLD, anchors, embeddings_APD, slots_AP)
+
+
+def visible_keys(
+    anchors: Sequence[int], context_length: int, block_size: int, causal: bool, window: int | None
+) -> Tensor:
+    """What each slot sees of the context and of its own block, [A, P, S + P] bool; `visible` for all at once."""
+    anchor_A11 = torch.tensor(list(anchors))[:, None, None]
+    slot_P1, key_P = torch.arange(block_size)[:, None], torch.arange(block_size)
+    key_S = torch.arange(context_length)
+    context_APS = (key_S < anchor_A11).expand(-1, block_size, -1)
+    own_PP = slot_P1 >= key_P if causal else torch.ones(block_size, block_size, dtype=torch.bool)
+    if window is not None:
+        context_APS = context_APS & (anchor_A11 + slot_P1 - key_S < window)
+        own_PP = own_PP & (slot_P1 - key_P < window)
+    return torch.cat([context_APS, own_PP.expand(len(anchor_A11), -1, -1)], dim=-1)
 
 
 class _Weights:
@@ -144,64 +175,78 @@ class _Weights:
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = weights
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._weights[name].detach().double().cpu()
+    def linear(self, name: str, states: Tensor) -> Tensor:
+        """A linear map without bias."""
+        return states @ self._weights[f"{name}.weight"].double().cpu().T
+
+    def norm(self, name: str, states: Tensor, eps: float) -> Tensor:
+        """Root mean square norm over the last dimension."""
+        weight = self._weights[f"{name}.weight"].double().cpu()
+        return states / (states.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def _layer(
-    view: DrafterView, tensor: _Weights, index: int, context: Tensor, block: Tensor, positions: Tensor
+def _run(
+    view: DrafterView,
+    weights: Mapping[str, Tensor],
+    states_SLD: Tensor,
+    anchors: Sequence[int],
+    embeddings_APD: Tensor,
+    slots_AP: Tensor,
 ) -> Tensor:
-    name = f"layers.{index}."
-    normed = _norm(block, tensor[name + "input_layernorm.weight"], view.eps)
-    block = block + _attention(view, tensor, index, context, normed, positions)
-    normed = _norm(block, tensor[name + "post_attention_layernorm.weight"], view.eps)
-    gate = normed @ tensor[name + "mlp.gate_proj.weight"].T
-    up = normed @ tensor[name + "mlp.up_proj.weight"].T
-    return block + (gate * torch.sigmoid(gate) * up) @ tensor[name + "mlp.down_proj.weight"].T
+    w = _Weights(weights)
+    context_SD = w.norm("hidden_norm", w.linear("fc", states_SLD.double().cpu()), view.eps)
+    block_APD = embeddings_APD.double().cpu()
+    context_rope, block_rope = rope_table(view, torch.arange(len(context_SD))), rope_table(view, slots_AP)
+    for index in range(len(view.causal)):
+        name = f"layers.{index}"
+        seen = visible_keys(anchors, len(context_SD), slots_AP.shape[1], view.causal[index], view.windows[index])
+        normed_APD = w.norm(f"{name}.input_layernorm", block_APD, view.eps)
+        block_APD = block_APD + _attention(
+            view, w, f"{name}.self_attn", (context_SD, context_rope), (normed_APD, block_rope), seen
+        )
+        normed_APD = w.norm(f"{name}.post_attention_layernorm", block_APD, view.eps)
+        gate, up = w.linear(f"{name}.mlp.gate_proj", normed_APD), w.linear(f"{name}.mlp.up_proj", normed_APD)
+        block_APD = block_APD + w.linear(f"{name}.mlp.down_proj", gate * torch.sigmoid(gate) * up)
+    return w.norm("norm", block_APD, view.eps)
+
+
+_Rope = tuple[Tensor, Tensor]
 
 
 def _attention(
-    view: DrafterView, tensor: _Weights, index: int, context: Tensor, block: Tensor, positions: Tensor
+    view: DrafterView,
+    w: _Weights,
+    name: str,
+    context: tuple[Tensor, _Rope],
+    block: tuple[Tensor, _Rope],
+    seen_APT: Tensor,
 ) -> Tensor:
-    name = f"layers.{index}.self_attn."
-    keys_from = torch.cat([context, block])
-    heads = {
-        part: (states @ tensor[f"{name}{part}_proj.weight"].T).unflatten(-1, (-1, view.head_dim))
-        for part, states in (("q", block), ("k", keys_from), ("v", keys_from))
-    }
-    cos, sin = rope_table(view, positions)
-    query = _rotate(
-        _norm(heads["q"], tensor[name + "q_norm.weight"], view.eps), cos[len(context) :], sin[len(context) :]
-    )
-    key = _rotate(_norm(heads["k"], tensor[name + "k_norm.weight"], view.eps), cos, sin)
-    seen = _visible_keys(len(context), len(block), view.causal[index], view.windows[index])
-    shared = view.num_heads // view.num_key_value_heads
-    outputs = []
-    for head in range(view.num_heads):
-        scores = query[:, head] @ key[:, head // shared].T / math.sqrt(view.head_dim)
-        outputs.append(scores.masked_fill(~seen, -math.inf).softmax(-1) @ heads["v"][:, head // shared])
-    return torch.cat(outputs, dim=-1) @ tensor[name + "o_proj.weight"].T
+    """Each slot over the context and its own block, [A, P, D]; T = S + P keys, context first."""
+
+    def heads(part: str, states: Tensor) -> Tensor:
+        split = w.linear(f"{name}.{part}_proj", states).unflatten(-1, (-1, view.head_dim))
+        return split if part == "q" else split.repeat_interleave(view.num_heads // view.num_key_value_heads, dim=-2)
+
+    def turned(part: str, states: Tensor, rope: _Rope) -> Tensor:
+        return _rotate(w.norm(f"{name}.{part}_norm", heads(part, states), view.eps), *rope)
+
+    query_APNH = turned("q", *block)
+    scores = [
+        torch.einsum("apnh,snh->naps", query_APNH, turned("k", *context)),
+        torch.einsum("apnh,aknh->napk", query_APNH, turned("k", *block)),
+    ]
+    scores_NAPT = (torch.cat(scores, dim=-1) / math.sqrt(view.head_dim)).masked_fill(~seen_APT, -math.inf)
+    shares = scores_NAPT.softmax(-1).split([len(context[0]), block[0].shape[1]], dim=-1)
+    from_context = torch.einsum("naps,snh->apnh", shares[0], heads("v", context[0]))
+    from_block = torch.einsum("napk,aknh->apnh", shares[1], heads("v", block[0]))
+    return w.linear(f"{name}.o_proj", (from_context + from_block).flatten(-2))
 
 
-def _visible_keys(context: int, block: int, causal: bool, window: int | None) -> Tensor:
-    """[P, n + P] bool, by nested loops; the block follows its context, and a slot always sees itself."""
-    place = BlockPlace(index=0, anchor=context, start=0)
-    rows = []
-    for query in range(block):
-        in_context = [visible(query, key, None, place, causal, window) for key in range(context)]
-        in_block = [visible(query, key, 0, place, causal, window) for key in range(block)]
-        rows.append(in_context + in_block)
-    return torch.tensor(rows)
-
-
-def _norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return states / (states.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def _rotate(states_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-    half = states_TNH.shape[-1] // 2
-    turned = torch.cat([-states_TNH[..., half:], states_TNH[..., :half]], dim=-1)
-    return states_TNH * cos_TH[:, None] + turned * sin_TH[:, None]
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[..., N, H] by the tables [..., H] of their positions."""
+    half = states.shape[-1] // 2
+    turned = torch.cat([-states[..., half:], states[..., :half]], dim=-1)
+    return states * cos[..., None, :] + turned * sin[..., None, :]
 
 
 def with_rope(view: DrafterView, **changes: Any) -> DrafterView:

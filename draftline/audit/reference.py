@@ -1,7 +1,8 @@
 """What is right, computed without the code under examination: slowly, in float64, one conversation at a time.
 
-Nothing here uses hooks, packing, batching, masks or chunks. The target is run as its users run it, and watched by
-wrapping its modules' `forward`; blocks, labels, weights and losses follow the definitions in nested loops.
+Nothing here uses hooks, packing, batching, masks or chunks, or imports what it judges. The target is run as its users
+run it, and watched by wrapping its modules' `forward`; blocks, labels, weights and losses follow the definitions in
+nested loops. Source of the definitions: `docs/concepts/semantics.md`.
 """
 
 from __future__ import annotations
@@ -10,13 +11,35 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from draftline.records import Sample
-from draftline.targets.model import Target
+
+class HasModel(Protocol):
+    """Whatever holds a target as transformers made it."""
+
+    @property
+    def model(self) -> PreTrainedModel: ...
+
+
+class HasRoles(HasModel, Protocol):
+    """Whatever holds the places that may give a token a role."""
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
+class HasMask(Protocol):
+    """A conversation: [S] bool, true on tokens that the assistant wrote."""
+
+    @property
+    def loss_mask(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +47,7 @@ class ReferenceForward:
     """One conversation through the target alone.
 
     Attributes:
-        layers: [S, D] output of each decoder layer, in the order in which they ran.
+        layers: [S, D] output of each decoder layer, in the order in which they ran; the last is not normed yet.
         first_input: [S, D] what the first decoder layer received.
         normed: [S, D] what the output head received.
         logits: [S, V] what `ForCausalLM.forward` returned.
@@ -40,21 +63,48 @@ class ReferenceForward:
         """[S] the target's own greedy next token."""
         return self.logits.argmax(-1)
 
+    @property
+    def gaps(self) -> Tensor:
+        """[S] float64, distance of the two best logits: where it is within rounding, either may be said."""
+        best, second = self.logits.double().topk(2, dim=-1).values.unbind(-1)
+        return best - second
+
+    def best_of(self, kept_ids: Tensor) -> Tensor:
+        """[S] the best token by the target's logits among some, [Vd] increasing ids."""
+        kept_ids = kept_ids.to(self.logits.device)
+        return kept_ids[self.logits[:, kept_ids].argmax(-1)]
+
+    def states(self, layer_ids: Sequence[int]) -> Tensor:
+        """[S, L*D] outputs of some layers side by side, by their number from 0."""
+        return torch.cat([self.layers[index] for index in layer_ids], dim=-1)
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The layers of the text model, found as transformers names them: its decoder's list of `num_hidden_layers`."""
+    depth = model.config.get_text_config(decoder=True).num_hidden_layers
+    children = model.get_decoder().children()
+    (layers,) = (child for child in children if isinstance(child, nn.ModuleList) and len(child) == depth)
+    return list(layers)
+
 
 @torch.no_grad()
-def target_forward(target: Target, input_ids: Tensor) -> ReferenceForward:
-    """Run one conversation, [S] ids, without padding and without company."""
-    model = target.model
+def model_forward(model: PreTrainedModel, input_ids: Tensor) -> ReferenceForward:
+    """Run one conversation, [S] ids, without padding, cache and company."""
     seen: list[tuple[Tensor, Tensor]] = []
     seen_by_head: list[tuple[Tensor, Tensor]] = []
-    with _watched(list(target.decoder_layers), seen), _watched([model.get_output_embeddings()], seen_by_head):
-        logits = model(input_ids=input_ids[None].to(target.device), use_cache=False).logits
+    with _watched(decoder_layers(model), seen), _watched([model.get_output_embeddings()], seen_by_head):
+        logits = model(input_ids=input_ids[None].to(model.device), use_cache=False).logits
     return ReferenceForward(
         layers=[output[0] for _, output in seen],
         first_input=seen[0][0][0],
         normed=seen_by_head[-1][0][0],
         logits=logits[0],
     )
+
+
+def target_forward(target: HasModel, input_ids: Tensor) -> ReferenceForward:
+    """The same for a target that is held by a record."""
+    return model_forward(target.model, input_ids)
 
 
 @contextmanager
@@ -85,7 +135,7 @@ def _watched(modules: list[nn.Module], seen: list[tuple[Tensor, Tensor]]) -> Ite
                 module.forward = original
 
 
-def role_ids(target: Target, role: str) -> set[int]:
+def role_ids(target: HasRoles, role: str) -> set[int]:
     """Ids that the tokenizer or a configuration names as `pad`, `eos` or `bos`."""
     name = f"{role}_token_id"
     holders = (target.tokenizer, target.config, target.model.config, target.model.generation_config)
@@ -94,7 +144,7 @@ def role_ids(target: Target, role: str) -> set[int]:
     return {int(token) for tokens in listed for token in tokens if token is not None}
 
 
-def naive_anchors(samples: Sequence[Sample]) -> list[int]:
+def naive_anchors(samples: Sequence[HasMask]) -> list[int]:
     """Row positions where a block may start, for samples packed one after another."""
     anchors, start = [], 0
     for sample in samples:
@@ -105,7 +155,7 @@ def naive_anchors(samples: Sequence[Sample]) -> list[int]:
 
 
 def naive_slots(
-    samples: Sequence[Sample], anchors: Sequence[int], block_size: int, first: int
+    samples: Sequence[HasMask], anchors: Sequence[int], block_size: int, first: int
 ) -> list[tuple[int, int, int]]:
     """Supervised slots as (index of the anchor, slot, row position predicted).
 
@@ -113,7 +163,7 @@ def naive_slots(
         first: 1 if the anchor's slot predicts nothing, 0 if every slot predicts the token after its own.
     """
     mask = [bool(m) for sample in samples for m in sample.loss_mask.tolist()]
-    owner = [i for i, sample in enumerate(samples) for _ in range(len(sample))]
+    owner = [i for i, sample in enumerate(samples) for _ in sample.loss_mask]
     slots = []
     for index, anchor in enumerate(anchors):
         for slot in range(first, block_size):

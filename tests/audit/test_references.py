@@ -10,13 +10,32 @@ import torch
 from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from draftline.audit.drafter_reference import reference_block, rope_frequencies, view_of_config, with_rope
+from draftline.audit.drafter_reference import (
+    reference_block,
+    reference_blocks,
+    rope_frequencies,
+    view_of_config,
+    visible_keys,
+    with_rope,
+)
 from draftline.audit.engines import read_as
-from draftline.audit.reference import naive_anchors, naive_cross_entropy, naive_slots, naive_weights, target_forward
+from draftline.audit.reference import (
+    BlockPlace,
+    decoder_layers,
+    model_forward,
+    naive_anchors,
+    naive_cross_entropy,
+    naive_slots,
+    naive_weights,
+    target_forward,
+    visible,
+)
 from draftline.formats.folder import read_config
 from draftline.formats.zlab import export_zlab
 from draftline.records import Sample
+from draftline.targets.structure import find_parts
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target
+from tests.targets.families import FAMILIES, random_ids, tiny
 
 SCALINGS = {
     "default": {},
@@ -75,6 +94,46 @@ def test_the_second_implementation_computes_what_z_labs_package_does(changes: di
         wanted = theirs(position_ids=torch.arange(15)[None], noise_embedding=block, target_hidden=context)[0]
     found = reference_block(reading.view, theirs.state_dict(), context[0], block[0])
     torch.testing.assert_close(found.float(), wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_mask_is_what_the_words_say_key_by_key(causal: bool, window: int | None) -> None:
+    anchors, length, block = [0, 3, 9], 10, 4
+    found = visible_keys(anchors, length, block, causal, window)
+    for index, anchor in enumerate(anchors):
+        place = BlockPlace(index, anchor, start=0)
+        for slot in range(block):
+            wanted = [visible(slot, key, None, place, causal, window) for key in range(length)]
+            wanted += [visible(slot, key, index, place, causal, window) for key in range(block)]
+            assert found[index, slot].tolist() == wanted
+
+
+@pytest.mark.parametrize("changes", [{}, MIX], ids=["full", "mix"])
+def test_blocks_of_a_conversation_are_what_each_block_is_alone(changes: dict) -> None:
+    drafter = make_drafter(**changes)
+    view, weights = view_of_config(drafter.config), drafter.state_dict()
+    states, blocks = torch.randn(11, 3 * 24), torch.randn(3, 4, 24)
+    together = reference_blocks(view, weights, states, [0, 4, 10], blocks)
+    for index, anchor in enumerate([0, 4, 10]):
+        alone = reference_block(view, weights, states[:anchor], blocks[index])
+        torch.testing.assert_close(together[index], alone)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_are_found_as_transformers_names_them(family: str) -> None:
+    model = tiny(family)
+    assert decoder_layers(model) == list(find_parts(model).decoder_layers)
+
+
+def test_gaps_and_the_best_of_some_tokens() -> None:
+    found = model_forward(tiny("llama"), random_ids(1, 7)[0])
+    ranked = found.logits.double().sort(dim=-1, descending=True).values
+    torch.testing.assert_close(found.gaps, ranked[:, 0] - ranked[:, 1])
+    kept = torch.arange(1, 96, 2)
+    for place, best in enumerate(found.best_of(kept).tolist()):
+        assert best == max(kept.tolist(), key=lambda token: float(found.logits[place, token]))
+    torch.testing.assert_close(found.states((0, 2)), torch.cat([found.layers[0], found.layers[2]], dim=1))
 
 
 def test_the_watched_forward_gives_what_transformers_records() -> None:
