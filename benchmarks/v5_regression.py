@@ -40,7 +40,6 @@ from draftline.compare import compare_groups
 from draftline.compare.curves import Estimate
 from draftline.config import RunConfig, load_run_config
 from draftline.data.dataset import PreparedDataset
-from draftline.data.regenerate import stop_token_ids
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.engine.cores import intra_op_threads
 from draftline.engine.rows import CaptureLoop
@@ -52,7 +51,7 @@ from draftline.run import TrainingRun, split_last_answer
 from draftline.storage import write_text
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
-from draftline.targets.model import Target, load_target
+from draftline.targets.model import Target, load_target, stop_token_ids
 from draftline.train.checkpoint import load_draft_model
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 

@@ -18,8 +18,7 @@ import dflash.model as zlab
 import torch
 
 from draftline.config import TargetConfig
-from draftline.data.regenerate import stop_token_ids
-from draftline.targets.model import Target, load_target
+from draftline.targets.model import Target, load_target, stop_token_ids
 
 
 def main() -> None:

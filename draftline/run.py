@@ -20,7 +20,6 @@ import torch
 from draftline.config import DFlashConfig, RunConfig, sent_beside_states
 from draftline.data.cache import tokenizer_hash
 from draftline.data.dataset import PreparedDataset
-from draftline.data.regenerate import stop_token_ids, weights_fingerprint
 from draftline.data.sampler import IntArray, Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.data.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
@@ -39,7 +38,7 @@ from draftline.records import Sample, StepMetrics
 from draftline.storage import without_nan, write_text
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
-from draftline.targets.model import Target, load_target, resolve_device
+from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
 from draftline.train.checkpoint import CheckpointStore, read_checkpoint
 from draftline.train.display import open_display
 from draftline.train.drafter import HELDOUT_SEED, Drafter

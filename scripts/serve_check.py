@@ -33,8 +33,8 @@ from rich.table import Table
 
 from draftline.commands.evaluate import drafter_for, evaluate_at_server, evaluate_drafter
 from draftline.config import TargetConfig
-from draftline.data.endpoint import Endpoint
 from draftline.data.prompts import read_prompts
+from draftline.data.server import Endpoint
 from draftline.evaluate.generate import tie_gap
 from draftline.evaluate.server import ServerMeasurement
 from draftline.evaluate.settings import EvaluationSettings

@@ -89,7 +89,7 @@ def report(path: Path) -> TemplateReport:
                 return TemplateReport(path.stem, [], [], [], False, rendered.reason)
             runs.append([])
             continue
-        expected = tokenizer.apply_chat_template(template.messages(chat.messages))["input_ids"]
+        expected = tokenizer.apply_chat_template(template.messages(chat))["input_ids"]
         equal = equal and expected == rendered.input_ids.tolist()
         runs.append(supervised_runs(tokenizer, rendered))
     return TemplateReport(path.stem, runs[0], runs[1], runs[2], equal)

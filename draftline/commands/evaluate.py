@@ -35,8 +35,8 @@ from draftline.progress import counting, say
 
 if TYPE_CHECKING:
     from draftline.data.chat_mode import ChatMode
-    from draftline.data.endpoint import Endpoint
     from draftline.data.prompts import Prompt
+    from draftline.data.server import Endpoint
     from draftline.draft.model import DFlashDraftModel
     from draftline.evaluate.result import EvaluationResult
     from draftline.evaluate.server import ServerMeasurement
@@ -81,7 +81,7 @@ def evaluate(
     """
     from rich.console import Console
 
-    from draftline.data.endpoint import Endpoint
+    from draftline.data.server import Endpoint
     from draftline.evaluate.sampling import Sampling
     from draftline.evaluate.server import ServerMeasurement
     from draftline.evaluate.server_result import server_table

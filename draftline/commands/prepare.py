@@ -27,9 +27,9 @@ from draftline.progress import counting, reading, say
 
 if TYPE_CHECKING:
     from draftline.data.pipeline import PrepareOptions
-    from draftline.data.regenerate import GenerationSettings
     from draftline.data.server import ServerSettings
     from draftline.targets.model import Target
+    from draftline.targets.regenerate import GenerationSettings
 
 AGREEMENT_CONVERSATIONS = 100
 """Given answers that the target reads before it writes its own."""
@@ -64,11 +64,10 @@ def prepare(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Turn conversations into token ids and loss masks, exactly as the target's chat template gives them."""
-    from draftline.data.endpoint import Endpoint
     from draftline.data.pipeline import PrepareOptions
-    from draftline.data.regenerate import GenerationSettings
     from draftline.data.render import MaskOptions
-    from draftline.data.server import ServerSettings
+    from draftline.data.server import Endpoint, ServerSettings
+    from draftline.targets.regenerate import GenerationSettings
 
     keep_apart([json_out], [*data, *(more or [])])
     options = PrepareOptions(
@@ -113,10 +112,10 @@ def prepare_data(
     """
     from draftline.data.answers import AnswerStore
     from draftline.data.prepare import prepare
-    from draftline.data.regenerate import GenerationSettings
     from draftline.data.server import ServerAnswers
     from draftline.data.writer import ANSWERS_FILE
     from draftline.targets.model import load_context_limit, load_target, load_tokenizer
+    from draftline.targets.regenerate import GenerationSettings
 
     limit = load_context_limit(target)
     if max_length is not None and max_length > limit:
@@ -140,11 +139,10 @@ def answer_and_prepare(
     Where the data has answers already, what the target thinks of them is said first. Finished answers are kept in
     OUT/answers.jsonl and never asked for again. Raises as `prepare_data`.
     """
-    from draftline.data.agreement import given_samples, measure_agreement
     from draftline.data.answers import AnswerStore
     from draftline.data.prepare import prepare
-    from draftline.data.regenerate import TargetAnswers
     from draftline.data.writer import ANSWERS_FILE
+    from draftline.targets.regenerate import TargetAnswers, given_samples, measure_agreement
 
     target.require_chat_template()
     tokenizer = target.require_tokenizer()

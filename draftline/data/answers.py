@@ -1,6 +1,7 @@
-"""Answers of the target, kept on disk one by one, so that none is computed twice and none is lost.
+"""Answers of the target: what one is, where they are kept, and the conversations that they are put into.
 
-The file is JSONL, one answered turn a line:
+They are kept on disk one by one, so that none is computed twice and none is lost. The file is JSONL, one answered turn
+a line:
 
     {"key", "content", "reasoning_content", "tool_calls", "finish_reason", "output_ids"}
 
@@ -12,14 +13,30 @@ from __future__ import annotations
 
 import json
 import os
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
+from transformers import PreTrainedTokenizerBase
 
-from draftline.data.conversations import FinishReason, Message, ToolCall, hash_json
+from draftline.data.conversations import (
+    Conversation,
+    FinishReason,
+    FunctionCall,
+    Message,
+    ToolCall,
+    Unusable,
+    hash_json,
+)
 from draftline.errors import DataError
 from draftline.storage import storage_errors
+
+Progress = Callable[[int, int], None]
+"""Called with answered turns and all turns."""
+
+_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Answer(BaseModel):
@@ -48,6 +65,61 @@ class Answer(BaseModel):
 def answer_key(prompt: Any, settings: dict[str, Any], target_fingerprint: str) -> str:
     """Key of an answer; `prompt` is the list of prompt ids (in process) or the request's messages (server)."""
     return hash_json({"prompt": prompt, "settings": settings, "target": target_fingerprint})
+
+
+def make_answer(
+    tokenizer: PreTrainedTokenizerBase,
+    key: str,
+    output_ids: Sequence[int],
+    stop_ids: frozenset[int],
+    *,
+    with_tools: bool,
+) -> Answer:
+    """Turn generated ids into an answer: the stop token taken off, reasoning and tool calls in their own fields."""
+    stopped = output_ids[-1] in stop_ids
+    written = list(output_ids[:-1] if stopped else output_ids)
+    text = str(tokenizer.decode(written, clean_up_tokenization_spaces=False))
+    content, reasoning, calls = parse_answer(text, with_tools=with_tools and stopped)
+    return Answer(
+        key=key,
+        content=content,
+        reasoning_content=reasoning,
+        tool_calls=calls,
+        finish_reason=("tool_calls" if calls else "stop") if stopped else "length",
+        output_ids=tuple(output_ids),
+    )
+
+
+def parse_answer(text: str, *, with_tools: bool) -> tuple[str, str | None, tuple[ToolCall, ...]]:
+    """Content, reasoning (None without any) and tool calls of the text that a target wrote.
+
+    A server with the right parsers does this itself; in process, two conventions cover the published targets: reasoning
+    between `<think>` and `</think>` (the opening tag may be part of the prompt), and calls as JSON objects between
+    `<tool_call>` and `</tool_call>`. Anything else stays content, word for word.
+    """
+    reasoning = None
+    before, closing, after = text.partition("</think>")
+    if closing:
+        reasoning = before.removeprefix("<think>").strip("\n")
+        text = after.lstrip("\n")
+    calls = tuple(_parse_calls(text)) if with_tools else ()
+    if calls:
+        text = _CALL.sub("", text).strip()
+    return text, reasoning, calls
+
+
+def _parse_calls(text: str) -> list[ToolCall]:
+    """All calls in the text; none at all if one of them is malformed, so that nothing of the text is lost."""
+    calls = []
+    for found in _CALL.finditer(text):
+        try:
+            call = json.loads(found.group(1))
+        except ValueError:
+            return []
+        if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments", {}), dict):
+            return []
+        calls.append(ToolCall(function=FunctionCall(name=call["name"], arguments=call.get("arguments", {}))))
+    return calls
 
 
 class AnswerStore:
@@ -115,3 +187,88 @@ def _read_answers(path: Path) -> tuple[dict[str, Answer], int]:
             ) from error
         answers[answer.key] = answer
     return answers, len(whole)
+
+
+def answer_slots(conversation: Conversation) -> list[tuple[Message, ...]]:
+    """What is said before each answer: the turns of others, split where the assistant is to speak.
+
+    A conversation without any assistant turn (prompts only) is answered after each user turn.
+    """
+    slots: list[tuple[Message, ...]] = []
+    waiting: list[Message] = []
+    prompts_only = all(message.role != "assistant" for message in conversation.messages)
+    for message in conversation.messages:
+        if message.role == "assistant":
+            if waiting:
+                slots.append(tuple(waiting))
+            waiting = []
+        else:
+            waiting.append(message)
+            if prompts_only and message.role == "user":
+                slots.append(tuple(waiting))
+                waiting = []
+    if waiting and waiting[-1].role in ("user", "tool"):
+        slots.append(tuple(waiting))
+    return slots
+
+
+class Dialogue:
+    """A conversation on its way: the history regenerated so far, and what is still to be answered.
+
+    It ends early after a cut answer, because no serving engine would go on from one, and before a tool result when
+    the answer made no call that the result could belong to.
+    """
+
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
+        self._slots = answer_slots(conversation)
+        self._history: list[Message] = []
+        self._answered = 0
+        self._dropped: Unusable | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is left to answer."""
+        if self._dropped is not None or self._answered == len(self._slots):
+            return True
+        last = self._history[-1] if self._history else None
+        if last is None:
+            return False
+        return last.finish_reason == "length" or (self._slots[self._answered][0].role == "tool" and not last.tool_calls)
+
+    @property
+    def remaining(self) -> int:
+        """Turns still to be answered at most."""
+        return 0 if self.done else len(self._slots) - self._answered
+
+    def prompt(self) -> Conversation:
+        """The history up to the next answer."""
+        return self._conversation.model_copy(
+            update={"messages": (*self._history, *self._slots[self._answered])},
+        )
+
+    def add(self, answer: Answer) -> None:
+        """Take the next answer into the history."""
+        self._history += [*self._slots[self._answered], answer.as_message()]
+        self._answered += 1
+
+    def drop(self, reason: str) -> None:
+        """Give up: the target cannot be asked for the next answer."""
+        self._dropped = Unusable(reason)
+
+    def result(self) -> Conversation | Unusable:
+        """The regenerated conversation, up to its last answer, or why it was given up."""
+        if self._dropped is not None:
+            return self._dropped
+        return self._conversation.model_copy(update={"messages": tuple(self._history)})
+
+
+def counted(dialogues: Sequence[Dialogue], progress: Progress | None) -> Callable[[], None]:
+    """A function that tells `progress`, if there is one, how many turns of the dialogues are answered by now."""
+    total = sum(dialogue.remaining for dialogue in dialogues)
+
+    def report() -> None:
+        if progress is not None:
+            progress(total - sum(dialogue.remaining for dialogue in dialogues), total)
+
+    return report

@@ -6,8 +6,7 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
-from draftline.data.conversations import Message
-from draftline.data.rows import Chat, ParsedRow, Unusable
+from draftline.data.conversations import Chat, Message, ParsedRow, Unusable
 from draftline.data.template import ChatTemplate
 
 

@@ -1,14 +1,15 @@
-"""The one form that every conversation takes before it is rendered.
+"""What every row becomes before it is rendered, and the one form that every conversation takes.
 
-Whatever a file calls its roles and fields, the readers (`shapes.py`) turn each row into a `Conversation`. Everything
-after them (rendering, regeneration, reports) knows only this form. Keys that a row carries beyond it have been left
-out or refused by then, so an unknown key here is a fault of Draftline and is refused.
+Whatever a file calls its roles and fields, `shapes.py` turns each row into one of the forms at the end of this file.
+Everything after it (rendering, regeneration, reports) knows only these. Keys that a row carries beyond them have been
+left out or refused by then, so an unknown key here is a fault of Draftline and is refused.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -35,6 +36,13 @@ class ToolCall(_Strict):
     type: str = "function"
     function: FunctionCall
 
+    def for_template(self, *, text_arguments: bool) -> dict[str, Any]:
+        """The call as a chat template wants it, with its arguments as JSON text on request."""
+        call = self.model_dump(exclude_none=True)
+        if text_arguments and isinstance(self.function.arguments, dict):
+            call["function"]["arguments"] = json.dumps(self.function.arguments, ensure_ascii=False)
+        return call
+
 
 class Message(_Strict):
     """One turn.
@@ -58,13 +66,17 @@ class Message(_Strict):
     train: bool = True
     finish_reason: FinishReason | None = None
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as a chat template wants it: absent fields absent, because templates test `is defined`."""
+    def for_template(self, *, text_arguments: bool = False) -> dict[str, Any]:
+        """The message as a chat template wants it: absent fields absent, because templates test `is defined`.
+
+        Args:
+            text_arguments: write the arguments of calls as JSON text, as the OpenAI interface carries them.
+        """
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning_content is not None:
             message[self.reasoning_field] = self.reasoning_content
         if self.tool_calls:
-            message["tool_calls"] = [call.model_dump(exclude_none=True) for call in self.tool_calls]
+            message["tool_calls"] = [call.for_template(text_arguments=text_arguments) for call in self.tool_calls]
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.name is not None:
@@ -85,9 +97,9 @@ class Conversation(_Strict):
     tools: tuple[dict[str, Any], ...] = ()
     template_options: dict[str, Any] = {}
 
-    def for_template(self) -> list[dict[str, Any]]:
-        """All messages as the chat template wants them."""
-        return [message.for_template() for message in self.messages]
+    def for_template(self, *, text_arguments: bool = False) -> list[dict[str, Any]]:
+        """All messages, see `Message.for_template`."""
+        return [message.for_template(text_arguments=text_arguments) for message in self.messages]
 
     def prompt_hash(self) -> str:
         """Identity of what was asked, for deduplication and for the split: all turns that no assistant wrote.
@@ -102,17 +114,42 @@ class Conversation(_Strict):
         ]
         return hash_json(asked)
 
-    def content_hash(self) -> str:
-        """Identity of the whole row, to find exact duplicates."""
-        return hash_json(self.model_dump(mode="json"))
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, or prompts without answers; `notes` are reasons of the `flagged` table."""
+
+    conversation: Conversation
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FormattedText:
+    """Text to which somebody already applied a template."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class TokenRow:
+    """Token ids and their mask, as the row has them; not checked yet. The mask is None where the row has none."""
+
+    input_ids: list[Any]
+    loss_mask: list[Any] | None
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A row that is dropped: the reason's name in the report, and more for whoever wants to fix it."""
+
+    reason: str
+    detail: str = ""
+
+
+ParsedRow = Chat | FormattedText | TokenRow | Unusable
 
 
 def hash_json(value: Any) -> str:
     """SHA-256 of a JSON value, in hex; independent of the order of keys."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def dump_arguments(arguments: dict[str, Any]) -> str:
-    """Arguments of a call as the JSON text that the OpenAI interface carries."""
-    return json.dumps(arguments, ensure_ascii=False)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from draftline.data.conversations import Conversation
+from draftline.data.conversations import Conversation, FormattedText, TokenRow, Unusable
 from draftline.data.render import MaskOptions, RenderedConversation, token_mask
-from draftline.data.rows import FormattedText, TokenRow, Unusable
 from draftline.data.template import ChatTemplate
 
 

@@ -14,13 +14,12 @@ from typing import Any, Literal, Protocol
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.checks import check_answers, settle_roles, special_pattern
-from draftline.data.conversations import Conversation, hash_json
+from draftline.data.conversations import Chat, Conversation, FormattedText, ParsedRow, TokenRow, Unusable, hash_json
 from draftline.data.formatted import check_tokens, render_text
 from draftline.data.heldout import HeldoutPrompts
-from draftline.data.readers import read_rows, total_bytes
+from draftline.data.readers import RawRow, read_rows, total_bytes
 from draftline.data.render import MaskOptions, Refusal, RenderedConversation, render_conversations
 from draftline.data.report import Accounting
-from draftline.data.rows import Chat, FormattedText, ParsedRow, RawRow, TokenRow, Unusable
 from draftline.data.shapes import parse_row
 from draftline.data.template import ChatTemplate
 from draftline.data.writer import SEEN_ANSWERS, SEEN_ROWS, DatasetWriter

@@ -6,9 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from draftline.data.conversations import Conversation
-from draftline.data.readers import read_rows, resolve_sources
-from draftline.data.rows import Chat, RawRow
+from draftline.data.conversations import Chat, Conversation
+from draftline.data.readers import RawRow, read_rows, resolve_sources
 from draftline.data.shapes import parse_row
 from draftline.errors import DataError
 

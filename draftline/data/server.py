@@ -1,4 +1,4 @@
-"""The target answers the prompts through any server with the OpenAI chat interface.
+"""A server with the OpenAI interface: how it is reached, and how the target answers the prompts through it.
 
 Requests run side by side up to a bound, are repeated with growing pauses when the server is busy or away, and every
 answer is stored as soon as it arrives. One dialogue is sequential: a turn is asked once the turn before is answered.
@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from draftline.data.answers import Answer, AnswerStore, answer_key
-from draftline.data.conversations import Conversation, dump_arguments
-from draftline.data.dialogue import Dialogue
-from draftline.data.endpoint import Endpoint, describe_failure, server_message
+from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answer_key, counted
+from draftline.data.conversations import Conversation, Unusable
 from draftline.data.messages import BadRow, parse_call
-from draftline.data.rows import Unusable
 from draftline.errors import ServerError
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
@@ -28,6 +25,57 @@ _REFUSED = frozenset({400, 413, 422})
 _REFUSALS_AT_FIRST = 20
 _ENDED = frozenset({"stop", "tool_calls", "function_call"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where requests go.
+
+    Attributes:
+        base_url: up to and with `/v1`.
+        api_key: sent as a bearer token if given; never shown.
+        timeout_s: seconds of silence until a request counts as failed.
+    """
+
+    base_url: str
+    api_key: str | None = field(default=None, repr=False)
+    timeout_s: float = 600.0
+
+    @property
+    def url(self) -> str:
+        """Address of the OpenAI interface, without a slash at its end."""
+        return self.base_url.rstrip("/")
+
+    @property
+    def root(self) -> str:
+        """Address of the server itself, where its own interface and its counters are."""
+        return self.url.removesuffix("/v1")
+
+    def client(self, connections: int) -> httpx.AsyncClient:
+        """A client for up to `connections` requests at once; to be closed by the caller."""
+        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+        # Servers close kept connections after some seconds or requests (llama.cpp: 5 and 100) without saying so, now
+        # and then just as the next request is on its way. So none is kept.
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=0)
+        return httpx.AsyncClient(timeout=self.timeout_s, headers=headers, limits=limits)
+
+
+def describe_failure(failure: httpx.Response | Exception) -> str:
+    """What went wrong, in a few words on one line."""
+    if isinstance(failure, httpx.Response):
+        return f"status {failure.status_code}: {server_message(failure)}"
+    if isinstance(failure, httpx.TimeoutException):
+        return "no reply in time"
+    return " ".join(str(failure).split()) or "the connection broke"
+
+
+def server_message(reply: httpx.Response) -> str:
+    """What a server says about a failure, in one line."""
+    try:
+        text = reply.json()["error"]["message"]
+    except (ValueError, LookupError, TypeError):
+        text = reply.text
+    return " ".join(str(text).split())[:200]
 
 
 @dataclass(frozen=True)
@@ -72,7 +120,7 @@ class ServerAnswers:
 
     store: AnswerStore
     settings: ServerSettings
-    progress: Callable[[int, int], None] | None = None
+    progress: Progress | None = None
     first_pause_s: float = _FIRST_PAUSE
 
     def identity(self) -> dict[str, Any]:
@@ -90,12 +138,8 @@ class ServerAnswers:
     async def _answer_all(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
         settings = self.settings
         dialogues = [Dialogue(conversation) for conversation in conversations]
-        total = sum(dialogue.remaining for dialogue in dialogues)
+        report = counted(dialogues, self.progress)
         slots = asyncio.Semaphore(settings.concurrency)
-
-        def report() -> None:
-            if self.progress is not None:
-                self.progress(total - sum(dialogue.remaining for dialogue in dialogues), total)
 
         async def converse(dialogue: Dialogue) -> None:
             while not dialogue.done:
@@ -140,7 +184,7 @@ class ServerAnswers:
         settings = self.settings
         request: dict[str, Any] = {
             "model": settings.model,
-            "messages": [_as_openai(message) for message in prompt.for_template()],
+            "messages": prompt.for_template(text_arguments=True),
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
         }
@@ -211,18 +255,6 @@ class _Fault:
 
     reason: str
     by_conversation: bool = False
-
-
-def _as_openai(message: dict[str, Any]) -> dict[str, Any]:
-    """A message with the arguments of its calls as JSON text, as the OpenAI interface wants them."""
-    if "tool_calls" not in message:
-        return message
-    calls = []
-    for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else dump_arguments(arguments)
-        calls.append({**call, "function": {**call["function"], "arguments": text}})
-    return {**message, "tool_calls": calls}
 
 
 def _read_reply(reply: httpx.Response, key: str) -> Answer:

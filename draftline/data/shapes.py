@@ -11,9 +11,17 @@ import json
 from collections.abc import Iterable
 from typing import Any, get_args
 
-from draftline.data.conversations import Conversation, Message, ReasoningField
+from draftline.data.conversations import (
+    Chat,
+    Conversation,
+    FormattedText,
+    Message,
+    ParsedRow,
+    ReasoningField,
+    TokenRow,
+    Unusable,
+)
 from draftline.data.messages import BadRow, parse_message, parse_tools
-from draftline.data.rows import Chat, FormattedText, ParsedRow, TokenRow, Unusable
 
 CHAT_KEYS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 _PAIRS = (

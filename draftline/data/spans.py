@@ -69,7 +69,7 @@ def locate_answers(template: ChatTemplate, conversation: Conversation) -> tuple[
     Raises `Refused` if the template does not take the conversation, `AnswerNotFound` if it shows no stable place for
     an answer, `TemplateError` if it never does.
     """
-    messages = template.messages(conversation.messages)
+    messages = template.messages(conversation)
     rendering = template.render(messages, conversation)
     parts = assistant_parts(conversation.messages)
     places = _align_sentinels(template, conversation, messages, parts, rendering.text)

@@ -14,8 +14,7 @@ from typing import Any
 
 from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt, refuse_empty
-from draftline.data.readers import read_rows, resolve_sources
-from draftline.data.rows import RawRow
+from draftline.data.readers import RawRow, read_rows, resolve_sources
 from draftline.errors import ConfigError, DataError
 
 Row = Mapping[str, Any]

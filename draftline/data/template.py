@@ -17,7 +17,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from draftline.data.conversations import Conversation, Message, dump_arguments, hash_json
+from draftline.data.conversations import Conversation, hash_json
 from draftline.errors import TemplateError
 
 # What a template can raise: its own `raise_exception`, undefined names, and Python errors of its expressions.
@@ -75,11 +75,6 @@ class ChatTemplate:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not self.tokenizer.is_fast:
-            raise TemplateError(
-                f"the tokenizer {type(self.tokenizer).__name__} gives no character offsets; "
-                "load the fast tokenizer of this target (a tokenizer.json)"
-            )
         self._turn_ends: dict[str, TurnEnds] = {}
 
     @cached_property
@@ -122,15 +117,10 @@ class ChatTemplate:
         """Whether the template names this role."""
         return re.search(rf"['\"]{re.escape(role)}['\"]", self.source) is not None
 
-    def messages(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
         """The messages with the arguments of tool calls in the type that this template reads."""
-        given = [message.for_template() for message in messages]
-        for message in given:
-            for call in message.get("tool_calls", ()):
-                arguments = call["function"]["arguments"]
-                if self.wants_text_arguments and not isinstance(arguments, str):
-                    call["function"]["arguments"] = dump_arguments(arguments)
-        return given
+        calls = any(message.tool_calls for message in conversation.messages)
+        return conversation.for_template(text_arguments=calls and self.wants_text_arguments)
 
     def render(self, messages: list[dict[str, Any]], conversation: Conversation, *, ask: bool = False) -> Rendering:
         """Render messages with the tools and options of `conversation`; `ask` appends the opening of an answer.
@@ -268,16 +258,52 @@ class ChatTemplate:
         added = self.tokenizer.get_added_vocab().values()
         return stripped[: encoding.offsets[0][1]] if encoding.ids and encoding.ids[0] in added else ""
 
+    def prompt_ids(self, conversation: Conversation) -> list[int]:
+        """Token ids of the conversation with the opening of an answer behind it; raises `Refused`."""
+        text = self.render(self.messages(conversation), conversation, ask=True).text
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def require_offsets(self) -> None:
+        """Refuse a tokenizer that does not say which characters a token stands for; prompts need no such.
+
+        Raises:
+            TemplateError: the tokenizer is not a fast one.
+        """
+        if not self.tokenizer.is_fast:
+            raise TemplateError(
+                f"the tokenizer {type(self.tokenizer).__name__} gives no character offsets; "
+                "load the fast tokenizer of this target (a tokenizer.json)"
+            )
+
     def encode(self, texts: Sequence[str]) -> list[Any]:
         """Encodings of rendered texts, each with `ids` and `offsets`; no special token is added.
 
-        The same call that `apply_chat_template(tokenize=True)` makes, so the ids are the template's own.
+        The same call that `apply_chat_template(tokenize=True)` makes, so the ids are the template's own. Raises as
+        `require_offsets`.
         """
         if not texts:
             return []
+        self.require_offsets()
         encodings = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False).encodings
         assert encodings is not None, "a fast tokenizer returns encodings"
         return list(encodings)
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, conversation: Conversation, template_options: dict[str, Any]
+) -> list[int]:
+    """Token ids of the conversation with the opening of an answer behind it.
+
+    Raises:
+        TemplateError: the chat template takes no such conversation.
+    """
+    try:
+        return ChatTemplate(tokenizer, template_options).prompt_ids(conversation)
+    except Refused as refused:
+        roles = ", ".join(message.role for message in conversation.messages)
+        raise TemplateError(
+            f"the target's chat template refuses the roles {roles} ({refused}): change the conversation"
+        ) from refused
 
 
 def shared_start(first: str, second: str) -> int:

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from draftline.data.conversations import Conversation, Message
-from draftline.data.regenerate import render_prompt, stop_token_ids
+from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate.generate import generate
 from draftline.evaluate.sampling import Sampling
-from draftline.targets.model import Target
+from draftline.targets.model import Target, stop_token_ids
 
 
 @dataclass(frozen=True)

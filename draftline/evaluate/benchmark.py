@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
+from draftline.data.answers import answer_slots
 from draftline.data.chat_mode import ChatMode
-from draftline.data.dialogue import answer_slots
 from draftline.data.prompts import Prompt
-from draftline.data.regenerate import render_prompt
+from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate.generate import check_prompt, fits, generate

@@ -17,11 +17,10 @@ from typing import Any
 import httpx
 from transformers import PreTrainedTokenizerBase
 
+from draftline.data.answers import answer_slots, parse_answer
 from draftline.data.conversations import Conversation, Message
-from draftline.data.dialogue import answer_slots
-from draftline.data.endpoint import Endpoint, describe_failure
-from draftline.data.parse_answer import parse_answer
-from draftline.data.regenerate import render_prompt
+from draftline.data.server import Endpoint, describe_failure
+from draftline.data.template import render_prompt
 from draftline.errors import ServerError
 from draftline.evaluate.engines import ENGINES, DraftCounts, Engine, Reply
 from draftline.evaluate.server_result import Level, ServerResult, ServerTurn

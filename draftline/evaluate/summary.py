@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from draftline.data.answers import answer_slots
 from draftline.data.chat_mode import ChatMode
-from draftline.data.dialogue import answer_slots
 from draftline.data.prompts import Prompt
-from draftline.data.regenerate import render_prompt, weights_fingerprint
+from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.acceptance import (
     Acceptance,
@@ -32,7 +32,7 @@ from draftline.evaluate.pieces import text_pieces
 from draftline.evaluate.result import Counts, Difference, EvaluationResult, TurnResult
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.turn import DecodedTurn
-from draftline.targets.model import Target
+from draftline.targets.model import Target, weights_fingerprint
 
 _UNDEFINED = (math.nan, math.nan)
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from draftline.data.answers import answer_slots, make_answer
 from draftline.data.conversations import Conversation, Message
-from draftline.data.dialogue import answer_slots
 from draftline.data.prompts import Prompt
-from draftline.data.regenerate import make_answer, render_prompt, stop_token_ids
+from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import Generation, fits, generate, generate_plain
 from draftline.evaluate.settings import EvaluationSettings
-from draftline.targets.model import Target
+from draftline.targets.model import Target, stop_token_ids
 
 
 @dataclass(frozen=True)

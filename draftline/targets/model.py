@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import importlib.resources
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -207,6 +208,33 @@ def save_target(target: Target, folder: Path) -> None:
         model.save_pretrained(unfinished)
         if target.tokenizer is not None:
             target.tokenizer.save_pretrained(unfinished)
+
+
+def context_limit(model: PreTrainedModel) -> int:
+    """Most tokens that a prompt and its answer may have together."""
+    return int(model.config.get_text_config().max_position_embeddings)
+
+
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Every token that ends an answer, by the model's generation settings and by the tokenizer."""
+    configured = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = set(configured) if isinstance(configured, list) else {configured}
+    ids.add(tokenizer.eos_token_id)
+    return frozenset(token_id for token_id in ids if token_id is not None)
+
+
+def weights_fingerprint(model: torch.nn.Module) -> str:
+    """Identity of the weights from 64 evenly spaced values of each parameter; milliseconds, even for large models."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+        digest.update(_spread_values(parameter.detach()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _spread_values(parameter: Tensor) -> Tensor:
+    flat = parameter.flatten()
+    return flat[:: max(1, flat.numel() // 64)][:64].cpu().float()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -27,11 +27,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftline.data.regenerate import weights_fingerprint
 from draftline.errors import CheckpointError
 from draftline.records import CapturedSample, Sample, Samples
 from draftline.storage import storage_errors, write_text
 from draftline.targets.loop import TargetForwardLoop
+from draftline.targets.model import weights_fingerprint
 
 SAMPLES_PER_FILL = 32
 """Samples captured together. Fixed, because states depend in the last bit on what shares a forward: an interrupted and

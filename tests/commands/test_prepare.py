@@ -9,8 +9,8 @@ from draftline import cli
 from draftline.commands.prepare import answer_and_prepare
 from draftline.config import TargetConfig
 from draftline.data.pipeline import PrepareOptions
-from draftline.data.regenerate import GenerationSettings
 from draftline.targets.model import load_target
+from draftline.targets.regenerate import GenerationSettings
 from tests.data.test_prepare import row, write
 
 PROMPTS = ["Sort these numbers: 5 2 9", "What is 12 + 7?", "Say hello", "Count to 4", "What is 3 + 4?", "Sort: 2 1"]

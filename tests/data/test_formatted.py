@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
+from draftline.data.conversations import TokenRow, Unusable
 from draftline.data.dataset import PreparedDataset
 from draftline.data.formatted import check_tokens
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.data.render import MaskOptions, RenderedConversation
-from draftline.data.rows import TokenRow, Unusable
 from draftline.errors import DataError
 from tests.data.chat_tokenizers import make_tokenizer
 from tests.data.test_prepare import write

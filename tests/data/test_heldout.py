@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftline.data.dialogue import answer_slots
+from draftline.data.answers import answer_slots
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.data.prompts import read_prompts

@@ -25,7 +25,7 @@ def render(template: str, conversation: Conversation, **options: object) -> tupl
     chat_template = ChatTemplate(tokenizer)
     rendered = render_conversation(chat_template, conversation, MaskOptions(**options))
     assert isinstance(rendered, RenderedConversation), rendered
-    messages = chat_template.messages(conversation.messages)
+    messages = chat_template.messages(conversation)
     tools = list(conversation.tools) or None
     assert rendered.input_ids.tolist() == tokenizer.apply_chat_template(messages, tools=tools)["input_ids"]
     runs: list[list[int]] = []

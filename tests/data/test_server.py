@@ -1,3 +1,4 @@
+import asyncio
 import json
 import threading
 from collections.abc import Iterator
@@ -5,13 +6,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from draftline.data.answers import AnswerStore
-from draftline.data.conversations import Conversation, Message
-from draftline.data.endpoint import Endpoint
-from draftline.data.rows import Unusable
-from draftline.data.server import ServerAnswers, ServerSettings
+from draftline.data.conversations import Conversation, Message, Unusable
+from draftline.data.server import Endpoint, ServerAnswers, ServerSettings
 from draftline.errors import ServerError
 
 
@@ -232,3 +232,50 @@ def test_a_reply_that_is_no_completion(server: ChatServer, tmp_path: Path) -> No
     server.reply = {"text": "completion of another interface"}
     with pytest.raises(ServerError, match="not a chat completion"):
         ask(server, tmp_path, [prompts("a")], retries=1)
+
+
+class ClosingHandler(BaseHTTPRequestHandler):
+    """Answers one request on each connection, and closes it without a word at the next."""
+
+    protocol_version = "HTTP/1.1"
+    answered = False
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.answered:
+            self.close_connection = True
+            return
+        self.answered = True
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def closing_url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ClosingHandler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+async def replies(client: httpx.AsyncClient, url: str, *bodies: str) -> list[str]:
+    async with client:
+        return [(await client.post(url, json=body)).json() for body in bodies]
+
+
+def test_a_server_that_closes_kept_connections_loses_no_request(closing_url: str) -> None:
+    with pytest.raises(httpx.RemoteProtocolError):
+        asyncio.run(replies(httpx.AsyncClient(), closing_url, "one", "two"))
+    assert asyncio.run(replies(Endpoint(closing_url).client(1), closing_url, "one", "two", "three")) == [
+        "one",
+        "two",
+        "three",
+    ]

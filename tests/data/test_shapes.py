@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from draftline.data.rows import Chat, FormattedText, TokenRow, Unusable
+from draftline.data.conversations import Chat, FormattedText, TokenRow, Unusable
 from draftline.data.shapes import parse_row
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}

@@ -9,13 +9,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftline.data.answers import Answer, AnswerStore
-from draftline.data.conversations import Conversation, Message
+from draftline.data.answers import AnswerStore
 from draftline.data.dataset import PreparedDataset
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
-from draftline.data.regenerate import GenerationSettings, TargetAnswers, generate_batch, render_prompt
-from draftline.errors import DataError, StorageError, TemplateError
+from draftline.errors import DataError, StorageError
+from draftline.targets.regenerate import GenerationSettings, TargetAnswers, generate_batch
 from tests.data.chat_tokenizers import GEMMA, make_tokenizer
 from tests.data.test_prepare import reasons, write
 
@@ -59,13 +58,6 @@ def test_prompt_and_answer_together_fit_the_context(model: LlamaForCausalLM) -> 
     assert [len(answers[row]) for row in range(3)] == [20, 5, 1]
 
 
-def test_refusal_outside_of_preparation_is_one_line() -> None:
-    chat = Conversation(messages=(Message(role="system", content="x"), Message(role="user", content="y")))
-    with pytest.raises(TemplateError, match=r"refuses the roles system, user \(System role not supported\)") as caught:
-        render_prompt(make_tokenizer(GEMMA), chat, {})
-    assert "\n" not in str(caught.value)
-
-
 def test_nothing_is_written_before_the_first_answer(model: LlamaForCausalLM, tmp_path: Path) -> None:
     tokenizer = make_tokenizer(GEMMA)
     for out, data, message in (
@@ -84,22 +76,6 @@ def test_nothing_is_written_before_the_first_answer(model: LlamaForCausalLM, tmp
                 tokenizer, [data], out, PrepareOptions(), TargetAnswers(model, tokenizer, store, GenerationSettings())
             )
         assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_store_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = Answer(key="1", content="yo", finish_reason="stop")
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(StorageError, match="cannot be written"):
-        AnswerStore(tmp_path / "file" / "answers.jsonl").add(answer)
-    store = AnswerStore(tmp_path / "answers.jsonl")
-    store.add(answer)
-
-    def refuse(_: int) -> None:
-        raise OSError(28, os.strerror(28))
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    with pytest.raises(StorageError, match="No space left on device"):
-        store.close()
 
 
 def test_full_disk_says_that_the_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

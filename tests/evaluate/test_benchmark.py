@@ -15,7 +15,6 @@ from draftline.config import DrafterConfig, TargetConfig
 from draftline.data.chat_mode import ChatMode
 from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
-from draftline.data.regenerate import stop_token_ids, weights_fingerprint
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate import summary
@@ -29,7 +28,7 @@ from draftline.evaluate.sampling import Sampling
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.table import result_table
 from draftline.targets.drafter_shape import resolve_drafter_config
-from draftline.targets.model import Target, load_target
+from draftline.targets.model import Target, load_target, stop_token_ids, weights_fingerprint
 
 NEW_TOKENS = 10
 TURNS = [["Sort these numbers: 5 2 9", "Now in reverse."], ["What is 12 + 7?"]]

@@ -15,7 +15,7 @@ from draftline.cli import run
 from draftline.commands.evaluate import parse_concurrency
 from draftline.config import TargetConfig
 from draftline.data.conversations import Conversation, Message
-from draftline.data.endpoint import Endpoint
+from draftline.data.server import Endpoint
 from draftline.errors import ConfigError, ServerError
 from draftline.evaluate.server import ServerMeasurement, evaluate_server
 from draftline.evaluate.server_result import Level, ServerResult, server_table

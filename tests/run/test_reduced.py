@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import load_file
 
 from draftline.config import TargetConfig, load_run_config
-from draftline.data.regenerate import stop_token_ids
 from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.errors import CheckpointError, ConfigError
 from draftline.evaluate.generate import generate, generate_plain
@@ -18,7 +17,7 @@ from draftline.formats.exporting import export_drafter
 from draftline.formats.importing import load_drafter
 from draftline.records import Sample
 from draftline.run import choose_conversations, train_on
-from draftline.targets.model import TINY_FOLDER, load_target
+from draftline.targets.model import TINY_FOLDER, load_target, stop_token_ids
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import VOCAB_SIZE, tiny_samples
 from tests.run.small_run import MemoryConversations, assert_same_run, read_lines, small_data, small_run

@@ -5,23 +5,21 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from draftline.data.agreement import Agreement, given_samples, measure_agreement
-from draftline.data.answers import Answer, AnswerStore
-from draftline.data.conversations import Conversation, FunctionCall, Message, ToolCall
-from draftline.data.dialogue import Dialogue, answer_slots
-from draftline.data.parse_answer import parse_answer
+from draftline.data.answers import AnswerStore
+from draftline.data.conversations import Conversation, Message
 from draftline.data.pipeline import PrepareOptions
-from draftline.data.regenerate import (
+from draftline.data.template import render_prompt
+from draftline.records import Sample
+from draftline.targets.model import weights_fingerprint
+from draftline.targets.regenerate import (
+    Agreement,
     GenerationSettings,
     TargetAnswers,
-    generate_answers,
     generate_batch,
-    render_prompt,
-    weights_fingerprint,
+    given_samples,
+    measure_agreement,
 )
-from draftline.errors import DataError
-from draftline.records import Sample
-from tests.data.chat_tokenizers import CHATML, THINKING, make_tokenizer
+from tests.data.chat_tokenizers import CHATML, make_tokenizer
 
 SETTINGS = GenerationSettings(max_new_tokens=12, batch_size=3)
 
@@ -74,7 +72,7 @@ def test_each_turn_is_answered_given_the_regenerated_history(model: LlamaForCaus
     model.generation_config.eos_token_id = [2, stop]
     try:
         with AnswerStore(tmp_path / "answers.jsonl") as store:
-            (answered,) = generate_answers(model, tokenizer, [given], store, SETTINGS)
+            (answered,) = TargetAnswers(model, tokenizer, store, SETTINGS)([given])
     finally:
         model.generation_config.eos_token_id = 2
     assert [message.role for message in answered.messages] == ["user", "assistant", "user", "assistant"]
@@ -90,7 +88,7 @@ def test_killed_run_keeps_finished_answers(model: LlamaForCausalLM, tmp_path: Pa
     tokenizer = make_tokenizer(CHATML)
     asked = [prompts(f"question {n}") for n in range(7)]
     with AnswerStore(tmp_path / "whole.jsonl") as store:
-        whole = generate_answers(model, tokenizer, asked, store, SETTINGS)
+        whole = TargetAnswers(model, tokenizer, store, SETTINGS)(asked)
 
     def kill(done: int, _total: int) -> None:
         if done == 4:
@@ -99,16 +97,15 @@ def test_killed_run_keeps_finished_answers(model: LlamaForCausalLM, tmp_path: Pa
     path = tmp_path / "answers.jsonl"
     store = AnswerStore(path)
     with pytest.raises(KeyboardInterrupt):
-        generate_answers(model, tokenizer, asked, store, SETTINGS, progress=kill)
+        TargetAnswers(model, tokenizer, store, SETTINGS, progress=kill)(asked)
     assert len(path.read_text().splitlines()) == 4  # on disk although the store was never closed
     with path.open("a") as file:
         file.write('{"key": "cut')
     counts: list[int] = []
     with AnswerStore(path) as again:
         assert len(again) == 4
-        answered = generate_answers(
-            model, tokenizer, asked[::-1], again, SETTINGS, progress=lambda done, _total: counts.append(done)
-        )
+        answerer = TargetAnswers(model, tokenizer, again, SETTINGS, progress=lambda done, _total: counts.append(done))
+        answered = answerer(asked[::-1])
     store.close()
     assert counts[0] == 4
     assert answered[::-1] == whole
@@ -130,54 +127,6 @@ def test_key_changes_with_target_and_settings(model: LlamaForCausalLM, tmp_path:
             for target, settings in ((model, SETTINGS), (other, SETTINGS), (model, GenerationSettings()))
         ]
     assert len({json.dumps(identity) for identity in identities}) == 3
-
-
-def test_store_refuses_a_foreign_file(tmp_path: Path) -> None:
-    (tmp_path / "answers.jsonl").write_text('{"messages": []}\n')
-    with pytest.raises(DataError, match=r"line 1 of .* is not a stored answer"):
-        AnswerStore(tmp_path / "answers.jsonl")
-
-
-def test_tool_result_needs_a_call() -> None:
-    call = ToolCall(function=FunctionCall(name="f", arguments={}))
-    chat = Conversation(
-        messages=(
-            Message(role="user", content="q"),
-            Message(role="assistant", tool_calls=(call,)),
-            Message(role="tool", content="42"),
-            Message(role="assistant", content="old"),
-        )
-    )
-    assert [[message.role for message in slot] for slot in answer_slots(chat)] == [["user"], ["tool"]]
-    without, with_call = Dialogue(chat), Dialogue(chat)
-    without.add(Answer(key="1", content="no call", finish_reason="stop"))
-    assert without.done
-    with_call.add(Answer(key="1", content="", tool_calls=(call,), finish_reason="tool_calls"))
-    assert not with_call.done
-    assert with_call.prompt().messages[-1].content == "42"
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "reasoning", "calls"),
-    [
-        ("plain", "plain", None, 0),
-        ("<think>\nwhy\n</think>\n\nso", "so", "why", 0),
-        ("why\n</think>\n\nso", "so", "why", 0),
-        ('ok\n<tool_call>\n{"name": "f", "arguments": {"a": {"b": 1}}}\n</tool_call>', "ok", None, 1),
-        ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', None, 0),
-    ],
-)
-def test_answers_are_taken_apart(text: str, content: str, reasoning: str | None, calls: int) -> None:
-    found = parse_answer(text, with_tools=True)
-    assert (found[0], found[1], len(found[2])) == (content, reasoning, calls)
-
-
-def test_reasoning_survives_into_the_next_prompt() -> None:
-    dialogue = Dialogue(prompts("one", "two"))
-    dialogue.add(Answer(key="1", content="so", reasoning_content="why", finish_reason="stop"))
-    assert dialogue.prompt().messages[1].reasoning_content == "why"
-    tokenizer = make_tokenizer(THINKING.replace("loop.index0 > ns.last", "true"))
-    assert "<think>\nwhy\n</think>\n\nso" in tokenizer.decode(render_prompt(tokenizer, dialogue.prompt(), {}))
 
 
 def test_agreement_tells_own_answers_from_others(model: LlamaForCausalLM) -> None:

@@ -1,0 +1,235 @@
+"""The target answers the prompts itself, in process, and says how much of given answers it would have written.
+
+A drafter is trained to predict what the target would say, so the answers in the data should be the target's own. They
+are generated greedily in batches of similar length, padded on the left; a row leaves the batch as soon as it ends, is
+stored at once, and no longer costs anything. Each turn of a conversation is answered given the answers before it,
+never given the history that the file had.
+
+Where the answers come from somebody else, a drafter is shown contexts that the target never produces, and its accuracy
+on them says little about serving. The share of answer tokens that are the target's own greedy choice tells the two
+apart: near 1 for its own greedy answers, clearly lower for anybody else's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answer_key, counted, make_answer
+from draftline.data.checks import check_answers, settle_roles
+from draftline.data.conversations import Chat, Conversation, Unusable
+from draftline.data.pipeline import PrepareOptions
+from draftline.data.readers import STDIN, read_rows, resolve_sources
+from draftline.data.render import RenderedConversation, render_conversation
+from draftline.data.shapes import parse_row
+from draftline.data.template import ChatTemplate, Refused
+from draftline.records import Sample
+from draftline.targets.model import context_limit, stop_token_ids, weights_fingerprint
+
+OWN_ANSWERS_AGREEMENT = 0.95
+"""Above this share the answers are taken for the target's own; ties and re-tokenised texts explain the rest."""
+
+
+@dataclass(frozen=True)
+class GenerationSettings:
+    """How the target answers; greedy always.
+
+    Attributes:
+        max_new_tokens: longest answer, tokens; an answer that reaches it is kept as cut (`finish_reason: length`).
+        batch_size: answers in flight; determines speed and memory only.
+        template_options: keyword arguments of the chat template for all rows; a row's own come on top.
+    """
+
+    max_new_tokens: int = 1024
+    batch_size: int = 16
+    template_options: dict[str, Any] = field(default_factory=dict)
+
+    def identity(self) -> dict[str, Any]:
+        """The part that can change an answer. Template options act through the prompt ids."""
+        return {"max_new_tokens": self.max_new_tokens, "temperature": 0}
+
+
+@dataclass(frozen=True)
+class TargetAnswers:
+    """Answers conversations with a live target; what `prepare` takes as its answerer."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    store: AnswerStore
+    settings: GenerationSettings
+    progress: Progress | None = None
+
+    def identity(self) -> dict[str, Any]:
+        """What determines the answers."""
+        return {
+            **self.settings.identity(),
+            "template_options": self.settings.template_options,
+            "target": weights_fingerprint(self.model),
+        }
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation | Unusable]:
+        """The conversations with the target's own answers, in the order given.
+
+        One that the template refuses, or that fills the target's context, is `Unusable` with its reason. Answers that
+        the store has are taken from it. Costs one prefill and at most `max_new_tokens` forwards a batch.
+        """
+        template = ChatTemplate(self.tokenizer, self.settings.template_options)
+        fingerprint = weights_fingerprint(self.model)
+        dialogues = [Dialogue(conversation) for conversation in conversations]
+        report = counted(dialogues, self.progress)
+        while going := [dialogue for dialogue in dialogues if not dialogue.done]:
+            waiting = [item for dialogue in going if (item := self._next(dialogue, template, fingerprint)) is not None]
+            report()
+            waiting.sort(key=lambda item: len(item[0]))
+            for start in range(0, len(waiting), self.settings.batch_size):
+                for dialogue, answer in self._generate(waiting[start : start + self.settings.batch_size]):
+                    self.store.add(answer)
+                    dialogue.add(answer)
+                    report()
+        return [dialogue.result() for dialogue in dialogues]
+
+    def _next(self, dialogue: Dialogue, template: ChatTemplate, fingerprint: str) -> _Waiting | None:
+        """What the target is to be asked next; None if the answer is known, or cannot be asked for."""
+        try:
+            prompt_ids = template.prompt_ids(dialogue.prompt())
+        except Refused as refused:
+            dialogue.drop(f"template_refused: {refused}")
+            return None
+        if len(prompt_ids) >= context_limit(self.model):
+            dialogue.drop("prompt_fills_context")
+            return None
+        key = answer_key(prompt_ids, self.settings.identity(), fingerprint)
+        known = self.store.get(key)
+        if known is None:
+            return prompt_ids, key, dialogue
+        dialogue.add(known)
+        return None
+
+    def _generate(self, batch: Sequence[_Waiting]) -> Iterator[tuple[Dialogue, Answer]]:
+        stop_ids = stop_token_ids(self.model, self.tokenizer)
+        prompts = [prompt_ids for prompt_ids, _, _ in batch]
+        for row, output_ids in generate_batch(self.model, prompts, stop_ids, self.settings.max_new_tokens):
+            _, key, dialogue = batch[row]
+            with_tools = bool(dialogue.prompt().tools)
+            yield dialogue, make_answer(self.tokenizer, key, output_ids, stop_ids, with_tools=with_tools)
+
+
+_Waiting = tuple[list[int], str, Dialogue]
+"""Ids of a prompt, the key of its answer, and the dialogue that it belongs to."""
+
+
+@torch.no_grad()
+def generate_batch(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
+) -> Iterator[tuple[int, list[int]]]:
+    """Greedy answers of one batch, each yielded as `(row, output ids with the stop token)` when it ends.
+
+    The prompts are padded on the left, so that all rows write their next token into the same column; positions are
+    counted from each row's first real token. Rows that ended are taken out of the cache. An answer ends where the
+    target's context does.
+    """
+    budgets = [min(max_new_tokens, context_limit(model) - len(prompt)) for prompt in prompts]
+    longest = max(len(prompt) for prompt in prompts)
+    # The value of a padding id does not matter: it is masked everywhere.
+    ids_BS = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
+    mask_BS = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)
+    rows = list(range(len(prompts)))
+    outputs: list[list[int]] = [[] for _ in prompts]
+    # transformers renamed the argument, and the field of the result, within the range of supported versions.
+    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    cache: Any = None
+    for _ in range(max(budgets)):
+        step = model(
+            input_ids=ids_BS,
+            attention_mask=mask_BS,
+            position_ids=positions_BS,
+            use_cache=True,
+            logits_to_keep=1,
+            **{cache_name: cache},
+        )
+        cache = step[cache_name]
+        next_B = step.logits[:, -1].argmax(-1)
+        going = []
+        for place, (row, token) in enumerate(zip(rows, next_B.tolist(), strict=True)):
+            outputs[row].append(token)
+            if token in stop_ids or len(outputs[row]) == budgets[row]:
+                yield row, outputs[row]
+            else:
+                going.append(place)
+        if not going:
+            return
+        if len(going) < len(rows):
+            keep = torch.tensor(going, device=model.device)
+            cache.batch_select_indices(keep)
+            rows = [rows[place] for place in going]
+            next_B, mask_BS, positions_BS = next_B[keep], mask_BS[keep], positions_BS[keep]
+        ids_BS = next_B[:, None]
+        mask_BS = torch.cat([mask_BS, torch.ones_like(ids_BS)], dim=1)
+        positions_BS = positions_BS[:, -1:] + 1
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Supervised tokens looked at, and how many of them are the target's greedy choice."""
+
+    tokens: int
+    agreeing: int
+
+    @property
+    def share(self) -> float:
+        """Agreeing share; NaN without tokens."""
+        return self.agreeing / self.tokens if self.tokens else float("nan")
+
+    @property
+    def advice(self) -> str:
+        """One line on what to do."""
+        if not self.tokens:
+            return "no supervised token to compare with the target"
+        percent = f"{self.share:.1%} of {self.tokens} answer tokens are the target's own greedy choice"
+        if self.share >= OWN_ANSWERS_AGREEMENT:
+            return f"{percent}: the answers are its own, train on them as they are"
+        return f"{percent}: the answers are not its own; only --regenerate teaches the drafter what will be served"
+
+
+def given_samples(
+    tokenizer: PreTrainedTokenizerBase, data: Sequence[str], options: PrepareOptions, count: int
+) -> list[Sample]:
+    """The first `count` conversations of the data that have answers, with the answers as they are.
+
+    Standard input is left alone, because it can be read only once.
+    """
+    template = ChatTemplate(tokenizer, options.template_options)
+    samples: list[Sample] = []
+    for raw in read_rows([source for source in resolve_sources(data) if source != STDIN], options.split):
+        if len(samples) == count:
+            break
+        parsed = parse_row(raw.value, strip_images=options.strip_images)
+        parsed = settle_roles(template, parsed) if isinstance(parsed, Chat) else parsed
+        parsed = check_answers(parsed, answered_later=False) if isinstance(parsed, Chat) else parsed
+        if not isinstance(parsed, Chat):
+            continue
+        rendered = render_conversation(template, parsed.conversation, options.mask)
+        if isinstance(rendered, RenderedConversation):
+            ids, mask = rendered.input_ids[: options.max_length], rendered.loss_mask[: options.max_length]
+            samples.append(Sample(len(samples), torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask)))
+    return samples
+
+
+@torch.no_grad()
+def measure_agreement(model: PreTrainedModel, samples: Sequence[Sample]) -> Agreement:
+    """Compare the supervised tokens of some samples with the target's argmax; one forward a sample."""
+    tokens = agreeing = 0
+    for sample in samples:
+        supervised_S = sample.loss_mask[1:].to(model.device)
+        ids_1S = sample.input_ids[None].to(model.device)
+        greedy_S = model(input_ids=ids_1S, use_cache=False).logits[0, :-1].argmax(-1)
+        tokens += int(supervised_S.sum())
+        agreeing += int((supervised_S & (greedy_S == ids_1S[0, 1:])).sum())
+    return Agreement(tokens, agreeing)
