@@ -5,7 +5,6 @@ settings -> data, target -> drafter's shape -> run folder -> drafter (or checkpo
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -35,27 +34,17 @@ from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
 from draftline.progress import counting
 from draftline.records import Sample, StepMetrics
-from draftline.storage import without_nan, write_text
+from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
-from draftline.train.checkpoint import CheckpointStore, read_checkpoint
-from draftline.train.display import open_display
+from draftline.train.checkpoint import CheckpointStore, TrainState, read_checkpoint
 from draftline.train.drafter import HELDOUT_SEED, Drafter
 from draftline.train.estimate import check_disk, estimate_run
-from draftline.train.history import AUDIT_FILE, CONFIG_FILE
-from draftline.train.log import Record, RunLog, metrics_record
+from draftline.train.log import Record, RunLog, metrics_record, open_display
 from draftline.train.loop import DrafterTrainLoop, LoopParts
-from draftline.train.run_folder import (
-    check_run_folder,
-    check_same_run,
-    check_same_target,
-    saved_config,
-    write_identity,
-)
-from draftline.train.state import TrainState
-from draftline.transfer.stage import DeviceStage, RowSource, to_device
-from draftline.transfer.statistics import PipelineStatistics
+from draftline.train.run_folder import RunFolder
+from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource, to_device
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 
 HELDOUT_FOLDER = "heldout"
@@ -123,7 +112,7 @@ def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate 
         Interrupted: Ctrl-C or SIGTERM; the state was saved.
         PipelineError: a target loop failed; the state was saved.
     """
-    check_run_folder(out, config, resume)
+    RunFolder(out).check_usable(config, resume)
     if config.data.path is None:
         raise ConfigError("data.path is not set: give the folder that `draftline prepare` wrote")
     training = PreparedDataset.open(config.data.path)
@@ -133,7 +122,7 @@ def train_run(config: RunConfig, out: Path, *, resume: bool = False, gate: Gate 
     for prepared in (training, heldout):
         if prepared is not None:
             _check_tokenizer(prepared, target)
-    examination = gate(config, target) if gate is not None and not (out / CONFIG_FILE).exists() else None
+    examination = gate(config, target) if gate is not None and not RunFolder(out).exists else None
     return train_on(config, out, data, target, resume, examination)
 
 
@@ -145,8 +134,8 @@ def train_on(
     resume: bool,
     examination: Examination | None = None,
 ) -> RunResult:
-    """The same with data and target already in memory, and a folder that `check_run_folder` has let pass."""
-    check_same_target(out, weights_fingerprint(target.model))
+    """The same with data and target already in memory, and a folder that `RunFolder.check_usable` has let pass."""
+    RunFolder(out).check_same_target(weights_fingerprint(target.model))
     _check_data_fits(data, target)
     config = _with_threads(config, out)
     continued = drafter_to_continue(config.drafter, target)
@@ -251,7 +240,7 @@ class TrainingRun:
             _say(f"{self._folder} has no checkpoint yet: starting at step 0")
             return
         checkpoint = read_checkpoint(newest)
-        check_same_run(newest, checkpoint, self._config, self._shape, self._data.fingerprint)
+        RunFolder(self._folder).check_same_run(checkpoint, self._config, self._shape, self._data.fingerprint)
         self._drafter.restore(checkpoint, newest)
         self._state = checkpoint.state
         self._checkpoints.tidy(self._state)
@@ -361,7 +350,7 @@ class TrainingRun:
 
     def _log(self, engine: Engine) -> RunLog:
         return RunLog(
-            folder=self._folder,
+            run=RunFolder(self._folder),
             state=self._state,
             learning_rate=self._drafter.learning_rate,
             loss=self._config.loss,
@@ -383,9 +372,10 @@ class TrainingRun:
         if self._vocabulary is not None:
             data["draft_vocab_coverage"] = self._vocabulary.coverage
         target = weights_fingerprint(self._target.model)
-        write_identity(self._folder, self._config, self._shape, target, data, session)
+        run = RunFolder(self._folder)
+        run.begin_session(self._config, self._shape, target, data, session)
         if examination is not None:
-            write_text(self._folder / AUDIT_FILE, json.dumps(examination.report, indent=2) + "\n")
+            run.write_audit(examination.report)
 
 
 def drafter_device(name: str) -> torch.device:
@@ -408,7 +398,7 @@ def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
 
 def _with_threads(config: RunConfig, out: Path) -> RunConfig:
     """Settle the number of threads: the one wished for, else that of the run so far, else what the cores suggest."""
-    saved = saved_config(out)
+    saved = RunFolder(out).config()
     wanted = config.pipeline.threads_per_loop or (saved.pipeline.threads_per_loop if saved is not None else None)
     threads = threads_per_loop(available_cores(), wanted)
     pipeline = config.pipeline.model_copy(update={"threads_per_loop": threads})

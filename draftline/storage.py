@@ -63,15 +63,21 @@ def without_nan(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def reason_of(error: BaseException) -> str:
+    """Why something could not be read or written, in a few words on one line."""
+    words = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return " ".join(words.split())[:120]
+
+
 @contextmanager
 def storage_errors(path: Path) -> Iterator[None]:
     """Turn what the operating system or safetensors reports while `path` is written into a `StorageError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        system = error.strerror if isinstance(error, OSError) else None
-        reason = system or str(error).splitlines()[0]
-        raise StorageError(f"{path} cannot be written ({reason}): free space or choose another folder") from error
+        raise StorageError(
+            f"{path} cannot be written ({reason_of(error)}): free space or choose another folder"
+        ) from error
 
 
 def write_text(path: Path, text: str) -> None:

@@ -27,7 +27,7 @@ from draftline.records import Sample, StepMetrics
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target
 from draftline.train import checkpoint, drafter, optim
-from draftline.train.state import TrainState
+from draftline.train.checkpoint import TrainState
 
 _CONVERSATIONS_READ = 200
 """Conversations of each part of the data that the audit looks at, spread over all of it."""

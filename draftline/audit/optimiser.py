@@ -20,8 +20,8 @@ from draftline.audit.probe import Probe
 from draftline.config import OptimConfig
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import StepMetrics
+from draftline.train.checkpoint import TrainState
 from draftline.train.estimate import estimate_run
-from draftline.train.state import TrainState
 
 _STEPS = 4
 

@@ -67,9 +67,9 @@ def train_settings(
         ConfigError: a setting is unknown or out of range, or nothing says what the target is.
     """
     from draftline.recipes import find_recipe
-    from draftline.train.run_folder import saved_config
+    from draftline.train.run_folder import RunFolder
 
-    saved = saved_config(out) if resume and recipe is None else None
+    saved = RunFolder(out).config() if resume and recipe is None else None
     if saved is None and config is None and not any(word.startswith("target.name=") for word in words):
         raise ConfigError("nothing says what to train for: give --target, --config, or --resume with a run")
     return load_run_config(config, words, saved or find_recipe(recipe or "published"))

@@ -23,7 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from draftline.errors import DataError
-from draftline.train.history import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, read_identity, whole_lines
+from draftline.train.log import whole_lines
+from draftline.train.run_folder import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, RunFolder
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
@@ -161,7 +162,7 @@ def _what_is_missing(folder: Path) -> str:
 
 
 def _read_run(folder: Path) -> Trajectory:
-    identity = read_identity(folder)
+    identity = RunFolder(folder).identity
     log = _read_jsonl(folder / METRICS_FILE, identity)
     planned = identity.get("data", {}).get("steps")
     reached = int(max(cell.step for cells in log.cells.values() for cell in cells))

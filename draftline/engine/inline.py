@@ -9,7 +9,7 @@ from types import TracebackType
 from draftline.data.sampler import RowPlan
 from draftline.engine.rows import CaptureLoop, make_row
 from draftline.records import PackedBatch, Samples
-from draftline.transfer.statistics import PipelineStatistics
+from draftline.transfer.stage import PipelineStatistics
 
 
 class InlineEngine:

@@ -24,8 +24,7 @@ from draftline.engine.cores import set_intra_op_threads
 from draftline.engine.rows import CaptureLoop, make_row
 from draftline.records import PackedBatch, Samples
 from draftline.transfer.queue import HiddenStatesQueue
-from draftline.transfer.stage import leave_device
-from draftline.transfer.statistics import PipelineStatistics
+from draftline.transfer.stage import PipelineStatistics, leave_device
 
 
 class ThreadsEngine:

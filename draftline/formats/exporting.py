@@ -7,9 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
-from draftline.config import RunConfig, TargetConfig
+from draftline.config import TargetConfig
 from draftline.errors import CheckpointError, ConfigError, ExportError
 from draftline.formats.activation import FLOAT16_MAX, largest_activation
 from draftline.formats.card import CardFacts, Training, model_card, readers_of
@@ -22,8 +20,8 @@ from draftline.formats.speculators import export_speculators
 from draftline.formats.verify import CHECKS
 from draftline.formats.zlab import export_zlab
 from draftline.targets.model import TINY_FOLDER, Target
-from draftline.train.checkpoint import checkpoint_folder
-from draftline.train.history import AUDIT_FILE, IDENTITY_FILE
+from draftline.train.checkpoint import checkpoint_folder, read_record, run_of
+from draftline.train.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
@@ -78,10 +76,11 @@ def target_of_export(source: Path, name: str | None = None, trust_remote_code: b
     """
     if name is not None:
         return TargetConfig(name=name, trust_remote_code=trust_remote_code)
-    run = _run_config(source)
-    if run is None:
+    checkpoint = checkpoint_folder(source)
+    if checkpoint is None:
         raise ConfigError(f"{source} does not say where its target is: give --target")
-    return run.target.model_copy(update={"trust_remote_code": trust_remote_code or run.target.trust_remote_code})
+    known = read_record(checkpoint).run_config.target
+    return known.model_copy(update={"trust_remote_code": trust_remote_code or known.trust_remote_code})
 
 
 def export_drafter(
@@ -113,7 +112,7 @@ def export_drafter(
     if reader not in READERS:
         raise ExportError(f"{reader!r} is not a known reader: use one of {', '.join(READERS)}")
     results = results or Results()
-    loaded = load_drafter(source, given, target)
+    loaded, run = load_drafter(source, given, target), run_of(source)
     refuse_unserved(reader, loaded.config)
     largest = largest_activation(loaded.draft_model, target)
     reduced = loaded.config.draft_vocab_size is not None
@@ -126,11 +125,11 @@ def export_drafter(
             readers=(reader, *others),
             checks=CHECKS,
             largest_activation=largest,
-            training=_training(source),
+            training=_training(source, run),
             trained_mode=trained_mode(source),
             evaluation=_read_json(results.evaluation, "acceptance_length"),
             audit=_read_json(results.audit, "findings"),
-            audit_of_run=_audit_of_run(source),
+            audit_of_run=None if run is None else run.audit,
         )
     )
     _write(loaded, out, form, dtype, target, serving.target, card)
@@ -196,61 +195,19 @@ def _write(
     )
 
 
-def _training(source: Path) -> Training | None:
+def _training(source: Path, run: RunFolder | None) -> Training | None:
     """From the checkpoint's own record, which lies beside its weights; None for a drafter of another program."""
-    state, run_config = _state(source), _run_config(source)
-    if state is None or run_config is None:
-        return None
-    return Training(
-        run_config=run_config,
-        data_fingerprint=state["data_fingerprint"],
-        step=state["progress"]["step"],
-        tokens=state["progress"]["tokens"],
-        allowed=_allowed(source),
-    )
-
-
-def _run_config(source: Path) -> RunConfig | None:
-    """Settings of the run that the checkpoint in `source` belongs to."""
-    state = _state(source)
-    try:
-        return None if state is None else RunConfig.model_validate(state["run_config"])
-    except (KeyError, ValidationError) as error:
-        raise CheckpointError(f"{source} was written by another version of Draftline: use that version") from error
-
-
-def _state(source: Path) -> dict[str, Any] | None:
-    """What a checkpoint of ours says of itself; None for a drafter of another program."""
     checkpoint = checkpoint_folder(source)
     if checkpoint is None:
         return None
-    path = checkpoint / "state.json"
-    try:
-        state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: name another checkpoint of the run") from error
-    return state
-
-
-def _allowed(source: Path) -> tuple[str, ...]:
-    """Codes of audit findings in spite of which a session of the run was started, from its `run.json`."""
-    path = _beside(source, IDENTITY_FILE)
-    if path is None:
-        return ()
-    run = json.loads(path.read_text(encoding="utf-8"))
-    return tuple(sorted({code for session in run["sessions"] for code in session.get("allowed", ())}))
-
-
-def _audit_of_run(source: Path) -> dict[str, Any] | None:
-    """What was found before the first step; None for a drafter of another program, and for a run without an audit."""
-    return _read_json(_beside(source, AUDIT_FILE), "findings")
-
-
-def _beside(source: Path, name: str) -> Path | None:
-    """A file of the run that the checkpoint in `source` belongs to, if it is there."""
-    checkpoint = checkpoint_folder(source)
-    places = () if checkpoint is None else (source, checkpoint.resolve().parent.parent)
-    return next((folder / name for folder in places if (folder / name).is_file()), None)
+    record = read_record(checkpoint)
+    return Training(
+        run_config=record.run_config,
+        data_fingerprint=record.data_fingerprint,
+        step=record.state.step,
+        tokens=record.state.tokens,
+        allowed=() if run is None else run.allowed,
+    )
 
 
 def _read_json(path: Path | None, wanted: str) -> dict[str, Any] | None:

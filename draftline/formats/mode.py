@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import yaml
 from draftline.data.chat_mode import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import DataError
-from draftline.train.checkpoint import checkpoint_folder
+from draftline.train.checkpoint import StateFile, checkpoint_folder, read_state
 
 CARD_KEY = "draftline"
 """Entry of the card's front matter that programs of Draftline read; other readers of cards ignore it."""
@@ -33,17 +31,17 @@ def trained_mode(folder: Path) -> ChatMode | None:
     """
     checkpoint = checkpoint_folder(folder)
     if checkpoint is not None:
-        return _of_run(json.loads((checkpoint / "state.json").read_text(encoding="utf-8")))
+        return _of_run(read_state(checkpoint))
     return _of_card(folder / _CARD)
 
 
-def _of_run(state: Mapping[str, Any]) -> ChatMode | None:
-    path = state["run_config"]["data"]["path"]
+def _of_run(state: StateFile) -> ChatMode | None:
+    path = state["run_config"].get("data", {}).get("path")
     try:
         data = PreparedDataset.open(path) if path is not None else None
     except DataError:  # moved or deleted: then nothing is known
         return None
-    if data is None or data.fingerprint not in str(state["data_fingerprint"]).split("+"):
+    if data is None or data.fingerprint not in state["data_fingerprint"].split("+"):
         return None
     return ChatMode.of_prepared(data.meta, data.report)
 

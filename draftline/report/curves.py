@@ -8,7 +8,7 @@ from typing import Literal
 from draftline.page.axis import number
 from draftline.page.chart import MEANS, Chart, Curve, hue, shade
 from draftline.page.thin import running_mean
-from draftline.train.history import Column, Columns
+from draftline.train.log import Column, Columns
 
 TRAINING, HELDOUT = hue(0), hue(1)
 

@@ -11,7 +11,8 @@ from typing import Any
 from draftline.data.files import META_FILE, REPORT_FILE
 from draftline.page.axis import number
 from draftline.page.chart import Bars, hue
-from draftline.report.run_folder import Row, RunFolder
+from draftline.report.run_folder import Row
+from draftline.train.run_folder import RunFolder
 
 
 @dataclass(frozen=True)

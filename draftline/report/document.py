@@ -11,16 +11,15 @@ from draftline.report import curves
 from draftline.report.data_summary import read_data_summary
 from draftline.report.evaluation import PARTS_HEAD, Evaluation, read_evaluation
 from draftline.report.run_folder import (
-    RunFolder,
     configuration,
     drafter_shape,
     duration,
     environment,
     moment,
-    read_run,
     sessions,
 )
 from draftline.report.verdict import read_verdict
+from draftline.train.run_folder import RunFolder
 
 SECTIONS = (
     ("curves", "Curves"),
@@ -52,7 +51,7 @@ def report_page(
         CheckpointError: the folder is not a run.
         DataError: an evaluation or audit cannot be read, or is of another drafter.
     """
-    run = read_run(folder)
+    run = RunFolder.open(folder)
     decoded = [read_evaluation(path, run) for path in evaluations]
     changed, settings = configuration(run)
     context = {

@@ -13,7 +13,8 @@ from draftline.errors import DataError
 from draftline.evaluate.pieces import token_slots
 from draftline.page.axis import number
 from draftline.page.chart import Bars, hue
-from draftline.report.run_folder import Row, RunFolder
+from draftline.report.run_folder import Row
+from draftline.train.run_folder import RunFolder
 
 SHOWN_ANSWERS = 6
 
@@ -100,7 +101,7 @@ def read_evaluation(path: Path, run: RunFolder) -> Evaluation:
             f"{str(known)[:12]}: another target, or the same in another number format"
         )
     if (shape := run.drafter) is not None:
-        _check_drafter(path, run.folder, shape, evaluation.slots, ids)
+        _check_drafter(path, run.path, shape, evaluation.slots, ids)
     return evaluation
 
 

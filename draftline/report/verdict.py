@@ -10,8 +10,8 @@ from typing import Any
 
 from draftline.errors import DataError
 from draftline.page.axis import number
-from draftline.report.run_folder import Row, RunFolder
-from draftline.train.history import AUDIT_FILE
+from draftline.report.run_folder import Row
+from draftline.train.run_folder import AUDIT_FILE, RunFolder
 
 OUTCOMES = {"ok": "not found", "found": "found", "skipped": "skipped", "crashed": "could not run"}
 """What a check may say of the fault that it looks for."""
@@ -74,12 +74,13 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
 
     Raises:
         DataError: the file is not a result of an audit.
+        CheckpointError: that of the run is damaged.
     """
-    path = run.folder / AUDIT_FILE if given is None else given
-    if given is None and not path.exists():
+    if given is None and run.audit is None:
         return None
+    path = run.path / AUDIT_FILE if given is None else given
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = run.audit if given is None else json.loads(given.read_text(encoding="utf-8"))
         checks = [_Check.of(entry) for entry in content["checks"]]
         findings = [
             {key: str(f[key]) for key in ("code", "severity", "title", "evidence")}
@@ -89,11 +90,10 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not a result of an audit: give what `draftline audit --json` wrote") from error
     source = f"Before the first step ({AUDIT_FILE} of the run)." if given is None else f"From {given}."
-    allowed = sorted({str(code) for session in run.identity.get("sessions", []) for code in session.get("allowed", [])})
     return Verdict(
         source=source,
         findings=findings,
-        allowed=allowed,
+        allowed=list(run.allowed),
         areas=_areas(checks),
         open=[
             [c.code, c.looks_for, OUTCOMES.get(c.status, c.status), c.reason]

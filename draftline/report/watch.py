@@ -13,7 +13,7 @@ from typing import Any
 
 from draftline.errors import ConfigError, DraftlineError
 from draftline.report.document import report_page
-from draftline.train.history import AUDIT_FILE, IDENTITY_FILE, METRICS_FILE, SPEED_FILE
+from draftline.train.run_folder import RunFolder
 
 HOST = "127.0.0.1"
 STATE_ADDRESS = "/state"
@@ -52,8 +52,7 @@ class WatchedPage:
 
     def __init__(self, folder: Path, evaluations: Sequence[Path], audit: Path | None) -> None:
         self._folder, self._evaluations, self._audit = folder, evaluations, audit
-        names = (METRICS_FILE, SPEED_FILE, IDENTITY_FILE, AUDIT_FILE)
-        self._files = [*(folder / name for name in names), *evaluations, *([] if audit is None else [audit])]
+        self._files = [*RunFolder(folder).growing_files, *evaluations, *([] if audit is None else [audit])]
         self._lock = Lock()
         self._made = ("", "")
 

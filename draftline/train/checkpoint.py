@@ -1,11 +1,9 @@
 """Checkpoints of a run: complete or absent, checked when read.
 
-    RUN/checkpoints/step-000200/
-        drafter.safetensors     weights, float32, under the names that serving engines read
-        optimizer.safetensors   both moments and the update count of every parameter
-        random.safetensors      state of torch's generators
-        state.json              progress, configurations, checksums of the three files above
-    RUN/last -> checkpoints/step-000200      RUN/best -> checkpoints/step-000150
+    drafter.safetensors     weights, float32, under the names that serving engines read
+    optimizer.safetensors   both moments and the update count of every parameter
+    random.safetensors      state of torch's generators
+    state.json              progress, configurations, checksums of the three files above
 
 A checkpoint is written under another name, synced, and renamed, so a folder called `step-...` is complete whatever
 happened: `kill -9`, a full disk, a power cut. `best` is the one with the highest streak on held-out data.
@@ -15,9 +13,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -30,13 +27,96 @@ from torch import Tensor
 from draftline.config import DFlashConfig, RunConfig
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError
-from draftline.storage import new_folder, point_link, remove_folder, remove_leftovers
-from draftline.train.state import TrainState, TrainStateJson
+from draftline.records import StepMetrics
+from draftline.storage import new_folder, reason_of, remove_folder, remove_leftovers
+from draftline.train.run_folder import STATE_FILE, RunFolder
 
 FORMAT_VERSION = 1
+_USE_ANOTHER = "copy the checkpoint again, or delete it and use an earlier one"
 _TENSOR_FILES = ("drafter.safetensors", "optimizer.safetensors", "random.safetensors")
-_STATE_FILE = "state.json"
-_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+
+
+MetricsJson = dict[str, float | int | list[float]]
+"""The fields of `StepMetrics`, tables as lists; floats survive JSON exactly."""
+
+
+class TrainStateJson(TypedDict):
+    """What a checkpoint's `state.json` says about the progress of its run."""
+
+    step: int
+    next_row: int
+    tokens: int
+    seconds: float
+    best_step: int | None
+    best_streak: float | None
+    window: MetricsJson
+
+
+@dataclass
+class TrainState:
+    """Progress of a run.
+
+    Attributes:
+        window: metrics summed since the last line of `metrics.jsonl`. Kept in checkpoints, so that the first line
+            after a resume averages over the same steps as in the uninterrupted run.
+        step: optimiser steps done.
+        next_row: sequence number of the row that comes next.
+        tokens: row positions seen, padding excluded because there is none.
+        seconds: wall-clock time of the run, earlier sessions included.
+        best_step: step of the best checkpoint so far, none before the first evaluation.
+        best_streak: its held-out streak.
+    """
+
+    window: StepMetrics
+    step: int = 0
+    next_row: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    best_step: int | None = None
+    best_streak: float | None = None
+
+    def count(self, metrics: StepMetrics, next_row: int) -> None:
+        """Account for one optimiser step."""
+        self.step += 1
+        self.next_row = next_row
+        self.tokens += metrics.tokens
+        self.window = self.window + metrics
+
+    def take_window(self) -> StepMetrics:
+        """The metrics since the last call, and an empty window from now on."""
+        window = self.window
+        self.window = StepMetrics.zero(len(window.slots_P))
+        return window
+
+    def is_best(self, heldout_streak: float) -> bool:
+        """Note a held-out streak; true if it is the best so far. NaN (nothing was held out) never is."""
+        if not heldout_streak > (float("-inf") if self.best_streak is None else self.best_streak):
+            return False
+        self.best_step, self.best_streak = self.step, heldout_streak
+        return True
+
+    def to_json(self) -> TrainStateJson:
+        return {
+            "step": self.step,
+            "next_row": self.next_row,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "best_step": self.best_step,
+            "best_streak": self.best_streak,
+            "window": _metrics_to_json(self.window),
+        }
+
+    @staticmethod
+    def from_json(tree: TrainStateJson) -> TrainState:
+        return TrainState(
+            window=_metrics_from_json(tree["window"]),
+            step=tree["step"],
+            next_row=tree["next_row"],
+            tokens=tree["tokens"],
+            seconds=tree["seconds"],
+            best_step=tree["best_step"],
+            best_streak=tree["best_streak"],
+        )
 
 
 class StateFile(TypedDict):
@@ -48,6 +128,16 @@ class StateFile(TypedDict):
     drafter_config: dict[str, Any]
     data_fingerprint: str
     sha256: dict[str, str]
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """What a checkpoint says besides its tensors; see `Checkpoint`."""
+
+    state: TrainState
+    run_config: RunConfig
+    drafter_config: DFlashConfig
+    data_fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +181,7 @@ def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
             "data_fingerprint": checkpoint.data_fingerprint,
             "sha256": {name: _sha256(temporary / name) for name in _TENSOR_FILES},
         }
-        (temporary / _STATE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (temporary / STATE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -100,13 +190,28 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     Raises:
         CheckpointError: it is not a checkpoint, of another version, incomplete, or damaged.
     """
-    content = _read_state(folder)
-    weights, moments, random = (_read_tensors(folder, name, content["sha256"][name]) for name in _TENSOR_FILES)
+    record, checksums = read_record(folder), read_state(folder)["sha256"]
+    weights, moments, random = (_read_tensors(folder, name, checksums[name]) for name in _TENSOR_FILES)
+    return Checkpoint(
+        weights=weights,
+        moments=moments,
+        random=random,
+        state=record.state,
+        run_config=record.run_config,
+        drafter_config=record.drafter_config,
+        data_fingerprint=record.data_fingerprint,
+    )
+
+
+def read_record(folder: Path) -> CheckpointRecord:
+    """What a checkpoint says besides its tensors, which are not read.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, of another version, or its record is damaged.
+    """
+    content = read_state(folder)
     try:
-        return Checkpoint(
-            weights=weights,
-            moments=moments,
-            random=random,
+        return CheckpointRecord(
             state=TrainState.from_json(content["progress"]),
             run_config=RunConfig.model_validate(content["run_config"]),
             drafter_config=DFlashConfig.model_validate(content["drafter_config"]),
@@ -114,6 +219,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     except ValidationError as error:
         raise _other_version(folder) from error
+    except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
+        raise CheckpointError(f"{folder / STATE_FILE} has a progress that is not one: {_USE_ANOTHER}") from error
 
 
 def load_draft_model(folder: Path) -> DFlashDraftModel:
@@ -123,7 +230,7 @@ def load_draft_model(folder: Path) -> DFlashDraftModel:
         CheckpointError: there is none, or it cannot be used.
     """
     folder = checkpoint_folder(folder) or folder
-    content = _read_state(folder)
+    content = read_state(folder)
     weights = _read_tensors(folder, _TENSOR_FILES[0], content["sha256"][_TENSOR_FILES[0]])
     try:
         model = DFlashDraftModel(DFlashConfig.model_validate(content["drafter_config"]))
@@ -135,8 +242,16 @@ def load_draft_model(folder: Path) -> DFlashDraftModel:
 
 def checkpoint_folder(folder: Path) -> Path | None:
     """The checkpoint that a run of ours offers: its best, else its last; the folder itself if it is one; else None."""
-    places = (folder, folder / "best", folder / "last")
-    return next((place for place in places if (place / _STATE_FILE).is_file()), None)
+    run = RunFolder(folder)
+    places = (folder, run.checkpoint("best"), run.checkpoint("last"))
+    return next((place for place in places if place is not None and (place / STATE_FILE).is_file()), None)
+
+
+def run_of(folder: Path) -> RunFolder | None:
+    """The run that a folder is, or that the checkpoint in it belongs to; None for anything else."""
+    checkpoint = checkpoint_folder(folder)
+    places = () if checkpoint is None else (folder, checkpoint.resolve().parent.parent)
+    return next((run for run in map(RunFolder, places) if run.exists or run.identity), None)
 
 
 def load_weights(draft_model: DFlashDraftModel, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -171,13 +286,12 @@ class CheckpointStore:
     """The checkpoints of one run folder.
 
     Arguments:
-        run_folder: holds `checkpoints/`, `last` and `best`.
+        run_folder: where the run lies.
         keep_last: how many of the newest stay; the best one stays besides.
     """
 
     def __init__(self, run_folder: Path, keep_last: int) -> None:
-        self._run_folder = run_folder
-        self._folder = run_folder / "checkpoints"
+        self._run = RunFolder(run_folder)
         self._keep_last = keep_last
 
     def save(self, checkpoint: Checkpoint) -> Path:
@@ -186,7 +300,7 @@ class CheckpointStore:
         Raises:
             StorageError: the disk is full or refuses; all earlier checkpoints are intact.
         """
-        folder = self._of_step(checkpoint.state.step)
+        folder = self._run.step_folder(checkpoint.state.step)
         if not folder.exists():
             write_checkpoint(folder, checkpoint)
         self.tidy(checkpoint.state)
@@ -194,49 +308,49 @@ class CheckpointStore:
 
     def newest(self) -> Path | None:
         """Folder of the newest checkpoint, none if there is no checkpoint yet."""
-        steps = self._steps()
-        return self._of_step(steps[-1]) if steps else None
+        return self._run.checkpoint("newest")
 
     def tidy(self, state: TrainState) -> None:
         """Make everything agree with a state whose checkpoint exists: links, what is kept, nothing unfinished.
 
         Done after every checkpoint, and after a resume, in case the process died before it could.
         """
-        point_link(self._run_folder / "last", self._of_step(state.step))
-        if state.best_step is not None and self._of_step(state.best_step).exists():
-            point_link(self._run_folder / "best", self._of_step(state.best_step))
-        for step in self._steps()[: -self._keep_last]:
+        run = self._run
+        run.point("last", state.step)
+        if state.best_step is not None and run.step_folder(state.best_step).exists():
+            run.point("best", state.best_step)
+        for step in run.checkpoint_steps()[: -self._keep_last]:
             if step != state.best_step:
-                remove_folder(self._of_step(step))
-        remove_leftovers(self._folder)
-
-    def _steps(self) -> list[int]:
-        matches = (_STEP_FOLDER.fullmatch(path.name) for path in self._folder.glob("step-*"))
-        return sorted(int(match[1]) for match in matches if match)
-
-    def _of_step(self, step: int) -> Path:
-        return self._folder / f"step-{step:06d}"
+                remove_folder(run.step_folder(step))
+        remove_leftovers(run.checkpoints)
 
 
 def _other_version(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder} was written by another version of Draftline: use that version")
 
 
-def _read_state(folder: Path) -> StateFile:
-    path = folder / _STATE_FILE
+def read_state(folder: Path) -> StateFile:
+    """Content of a checkpoint's state.json, as it is written there.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of another version.
+    """
+    path = folder / STATE_FILE
     try:
         content: StateFile = json.loads(path.read_text(encoding="utf-8"))
         version = content["format_version"]
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{folder} is not a checkpoint ({_STATE_FILE} is missing): name another folder"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read: delete this checkpoint and use an earlier one") from error
+        raise CheckpointError(f"{folder} is not a checkpoint ({STATE_FILE} is missing): name another folder") from error
+    except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({reason_of(error)}): {_USE_ANOTHER}") from error
     if version != FORMAT_VERSION:
         raise CheckpointError(f"{folder} has format {version}, known here is {FORMAT_VERSION}: update Draftline")
-    if set(content) != set(StateFile.__annotations__) or set(content["sha256"]) != set(_TENSOR_FILES):
-        raise CheckpointError(f"{path} lacks entries: delete this checkpoint and use an earlier one")
+    kinds = {"progress": dict, "run_config": dict, "drafter_config": dict, "data_fingerprint": str, "sha256": dict}
+    built = content.keys() == StateFile.__annotations__.keys()
+    if not (built and all(isinstance(content.get(name), kind) for name, kind in kinds.items())):
+        raise CheckpointError(f"{path} lacks entries: {_USE_ANOTHER}")
+    if content["sha256"].keys() != set(_TENSOR_FILES):
+        raise CheckpointError(f"{path} lacks checksums: {_USE_ANOTHER}")
     return content
 
 
@@ -248,9 +362,22 @@ def _read_tensors(folder: Path, name: str, sha256: str) -> dict[str, Tensor]:
         reason = "does not match its checksum"
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or "cannot be read"
-    raise CheckpointError(f"{path} {reason}: copy the checkpoint again, or delete it and use an earlier one")
+    raise CheckpointError(f"{path} {reason}: {_USE_ANOTHER}")
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _metrics_to_json(metrics: StepMetrics) -> MetricsJson:
+    values = {field.name: getattr(metrics, field.name) for field in fields(StepMetrics)}
+    return {name: value.tolist() if isinstance(value, Tensor) else value for name, value in values.items()}
+
+
+def _metrics_from_json(tree: MetricsJson) -> StepMetrics:
+    values = {
+        name: torch.tensor(value, dtype=torch.float64) if isinstance(value, list) else value
+        for name, value in tree.items()
+    }
+    return StepMetrics(**values)  # type: ignore[arg-type]  # names and types are those written by _metrics_to_json

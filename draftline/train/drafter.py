@@ -22,6 +22,7 @@ from draftline.errors import CheckpointError
 from draftline.records import PackedBatch, StepMetrics
 from draftline.train.checkpoint import (
     Checkpoint,
+    TrainState,
     load_weights,
     random_states,
     restore_random_states,
@@ -33,7 +34,6 @@ from draftline.train.optim import (
     restore_optimizer,
     set_learning_rate,
 )
-from draftline.train.state import TrainState
 from draftline.train.step import FrozenTarget, StepResult, row_loss, train_step
 
 HELDOUT_SEED = 0

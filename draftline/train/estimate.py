@@ -11,6 +11,7 @@ import torch
 from draftline.config import DFlashConfig, RunConfig
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import StorageError
+from draftline.train.run_folder import RunFolder
 
 _WEIGHT_BYTES = 4
 _STEP_COPIES = 4
@@ -82,7 +83,7 @@ def check_disk(folder: Path, estimate: Estimate) -> None:
         StorageError: less is free where `folder` will be than the run needs.
     """
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    own = sum(file.stat().st_size for file in (folder / "checkpoints").glob("*/*"))
+    own = sum(file.stat().st_size for file in RunFolder(folder).checkpoints.glob("*/*"))
     free = shutil.disk_usage(existing).free + own
     if free < estimate.disk_bytes:
         raise StorageError(

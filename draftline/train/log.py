@@ -1,11 +1,8 @@
-"""What a run writes while it runs.
+"""The lines of a run: written while it runs, read back as columns, and shown to whoever watches.
 
-    metrics.jsonl   what was learned: the same, line by line, however often the run was interrupted (but for `seconds`)
-    speed.jsonl     how fast, and who waited for whom: different each time
-    tensorboard/    the scalars of both
-
-A line of `metrics.jsonl` averages over all steps since the line before. After a resume, lines later than the
-checkpoint are cut off, a torn last one included, and TensorBoard is told to forget what it has of those steps.
+A line of metrics.jsonl averages over all steps since the line before. After a resume, lines later than the checkpoint
+are cut off, a torn last one included, and TensorBoard is told to forget what it has of those steps. Does not import
+torch when it is loaded: programs that only read lines start at once.
 """
 
 from __future__ import annotations
@@ -13,22 +10,31 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from torch.utils.tensorboard import SummaryWriter
+import numpy as np
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from draftline.config import LossConfig
-from draftline.records import StepMetrics
-from draftline.storage import storage_errors, without_nan, write_text
-from draftline.train.display import Display
-from draftline.train.history import METRICS_FILE, SPEED_FILE, whole_lines
-from draftline.train.state import TrainState
-from draftline.train.step import StepResult
-from draftline.transfer.statistics import PipelineStatistics
+from draftline.errors import CheckpointError
+from draftline.storage import reason_of, storage_errors, without_nan, write_bytes
+
+if TYPE_CHECKING:
+    from draftline.records import StepMetrics
+    from draftline.train.checkpoint import TrainState
+    from draftline.train.run_folder import RunFolder
+    from draftline.train.step import StepResult
+    from draftline.transfer.stage import PipelineStatistics
 
 Record = dict[str, Any]
 """One line: numbers, lists of numbers, and None where there is nothing to divide by."""
@@ -47,43 +53,11 @@ def metrics_record(metrics: StepMetrics, loss: LossConfig) -> Record:
     }
 
 
-class JsonLines:
-    """A file with one JSON object per line, each with a `step`.
-
-    Arguments:
-        path: the file; lines of steps after `last_step`, and a torn last line, are cut off.
-        last_step: step from which the run continues, 0 at its start.
-    """
-
-    def __init__(self, path: Path, last_step: int) -> None:
-        self._path = path
-        if path.exists():
-            kept = [line for line, record in whole_lines(path) if record["step"] <= last_step]
-            write_text(path, b"".join(kept).decode("utf-8"))
-        with storage_errors(path):
-            self._file = path.open("a", encoding="utf-8")
-
-    def write(self, record: Record) -> None:
-        """Append one line; it is readable by others at once."""
-        with storage_errors(self._path):
-            self._file.write(json.dumps(without_nan(record)) + "\n")
-            self._file.flush()
-
-    def sync(self) -> None:
-        """Wait until all lines are on the disk."""
-        with storage_errors(self._path):
-            os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        with storage_errors(self._path):
-            self._file.close()
-
-
 class RunLog:
-    """Writes the files above and feeds the display.
+    """Writes what was learned, how fast, and TensorBoard's scalars of both; feeds the display.
 
     Arguments:
-        folder: run folder.
+        run: its folder.
         state: where the run stands; later lines are cut off.
         learning_rate: rate of an update, by its number from 0.
         loss: settings, for the denominator of the logged loss.
@@ -94,20 +68,21 @@ class RunLog:
     def __init__(
         self,
         *,
-        folder: Path,
+        run: RunFolder,
         state: TrainState,
         learning_rate: Callable[[int], float],
         loss: LossConfig,
         statistics: Callable[[], PipelineStatistics],
         display: Display,
     ) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         self._learning_rate = learning_rate
         self._loss = loss
         self._display = display
-        self._metrics = JsonLines(folder / METRICS_FILE, state.step)
-        self._speed = JsonLines(folder / SPEED_FILE, state.step)
-        with storage_errors(folder / "tensorboard"):
-            self._scalars = SummaryWriter(folder / "tensorboard", purge_step=state.step + 1)
+        self._metrics, self._speed = run.continue_lines(state.step)
+        with storage_errors(run.tensorboard):
+            self._scalars = SummaryWriter(run.tensorboard, purge_step=state.step + 1)
         self._meter = SpeedMeter(statistics, state)
 
     def advance(self, state: TrainState) -> None:
@@ -213,3 +188,272 @@ def _sentence(record: Record, speed: Record) -> str:
 
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
+
+
+class Display(Protocol):
+    """What a person sees of a run."""
+
+    def advance(self, step: int) -> None:
+        """A step is done."""
+
+    def show(self, text: str) -> None:
+        """The latest figures."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+def open_display(step: int, total_steps: int) -> Display:
+    """The display that fits stderr, for a run that stands at `step`."""
+    return BarDisplay(step, total_steps) if sys.stderr.isatty() else LineDisplay(step, total_steps)
+
+
+class BarDisplay:
+    """A bar that stays in its place, with the latest figures under it."""
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        self._progress = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=24),
+            TimeRemainingColumn(),
+            TextColumn("left  {task.description}"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task("", total=total_steps, completed=step)
+        self._progress.start()
+
+    def advance(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def show(self, text: str) -> None:
+        self._progress.update(self._task, description=text)
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class LineDisplay:
+    """One line per line of `metrics.jsonl`."""
+
+    def __init__(self, step: int, total_steps: int) -> None:
+        self._step = self._first_step = step
+        self._total_steps = total_steps
+        self._started = time.monotonic()
+
+    def advance(self, step: int) -> None:
+        self._step = step
+
+    def show(self, text: str) -> None:
+        seconds_per_step = (time.monotonic() - self._started) / max(1, self._step - self._first_step)
+        left = timedelta(seconds=round(seconds_per_step * (self._total_steps - self._step)))
+        print(f"step {self._step}/{self._total_steps}  {text}  left {left}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Every line has been printed."""
+
+
+class JsonLines:
+    """A file with one JSON object per line, each with a `step`.
+
+    Arguments:
+        path: the file; lines of steps after `last_step`, and torn lines, are cut off.
+        last_step: step from which the run continues, 0 at its start.
+
+    Raises:
+        CheckpointError: a line is torn before others that belong to steps up to `last_step`.
+        StorageError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, last_step: int) -> None:
+        self._path = path
+        if path.exists():
+            write_bytes(path, b"".join(_lines_to_keep(path, last_step)))
+        with storage_errors(path):
+            self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line; it is readable by others at once."""
+        with storage_errors(self._path):
+            self._file.write(json.dumps(without_nan(dict(record))) + "\n")
+            self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until all lines are on the disk."""
+        with storage_errors(self._path):
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        with storage_errors(self._path):
+            self._file.close()
+
+
+FloatArray = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure over the run: the steps at which it was measured, and its values, [n] each, all finite."""
+
+    steps: FloatArray
+    values: FloatArray
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+NOTHING = Column(np.zeros(0), np.zeros(0))
+
+
+class Cell(NamedTuple):
+    """What one line says of one figure: `value` is a finite number, or whatever else is written there."""
+
+    row: int
+    value: Any
+
+
+class _Entries:
+    """What lines say of one figure: rows and numbers as flat arrays, NaN where `odd` holds something else."""
+
+    def __init__(self) -> None:
+        self.rows, self.values, self.odd = array("q"), array("d"), dict[int, Any]()
+
+    def add(self, row: int, value: Any) -> None:
+        number = _finite(value)
+        if number is None:
+            self.odd[len(self.rows)] = value
+        self.rows.append(row)
+        self.values.append(math.nan if number is None else number)
+
+
+class Columns:
+    """Lines with a `step`, turned into columns: of a run, or of a log that another program wrote.
+
+    A list becomes one column per place, `name/0`, `name/1`, ..; what is None was not measured.
+
+    Arguments:
+        records: number of a line in its file, and what it says; `step` is a number in each.
+        lines: all lines of the file, those behind a torn one included.
+
+    Attributes:
+        numbers: [n] which line of the file a row is.
+        steps: [n].
+        lines: as given.
+    """
+
+    def __init__(self, records: Iterable[tuple[int, Mapping[str, Any]]], lines: int) -> None:
+        self.lines = lines
+        numbers, steps = array("q"), array("d")
+        self._by_name: dict[str, _Entries] = {}
+        for row, (number, record) in enumerate(records):
+            numbers.append(number)
+            steps.append(record["step"])
+            for name, value in record.items():
+                listed = [(f"{name}/{place}", entry) for place, entry in enumerate(value)] if _is_list(value) else None
+                for key, entry in [(name, value)] if listed is None else listed:
+                    if entry is not None:
+                        self._by_name.setdefault(key, _Entries()).add(row, entry)
+        self.numbers, self.steps = np.array(numbers), np.array(steps)
+
+    @property
+    def whole(self) -> int:
+        """Lines that could be read."""
+        return len(self.steps)
+
+    @property
+    def last_step(self) -> int:
+        """Of the last line that could be read, 0 without any."""
+        return int(self.steps[-1]) if len(self.steps) else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Columns in which anything is written, in the order in which they first appear."""
+        return tuple(self._by_name)
+
+    def __getitem__(self, name: str) -> Column:
+        """A column's finite numbers; empty if it was never measured."""
+        entries = self._by_name.get(name)
+        if entries is None:
+            return NOTHING
+        rows, values = np.array(entries.rows), np.array(entries.values)
+        finite = np.isfinite(values)
+        return Column(self.steps[rows[finite]], values[finite])
+
+    def places(self, name: str) -> dict[int, Column]:
+        """Columns of a list, by place; those without a number are left out."""
+        parts = ((key, *key.rpartition("/")[::2]) for key in self._by_name)
+        found = {int(place): self[key] for key, start, place in parts if start == name}
+        return {place: column for place, column in found.items() if len(column)}
+
+    def cells(self, name: str) -> Iterator[Cell]:
+        """Everything that is written in a column, also what is not a number, line by line."""
+        entries = self._by_name.get(name, _Entries())
+        for place, (row, value) in enumerate(zip(entries.rows, entries.values, strict=True)):
+            yield Cell(row, entries.odd.get(place, value))
+
+
+def read_columns(path: Path) -> Columns:
+    """All that a file of lines measured, up to the first torn line; nothing if there is no such file.
+
+    Raises:
+        CheckpointError: the file cannot be opened.
+    """
+    if not path.exists():
+        return Columns((), 0)
+    return Columns(enumerate((record for _, record in whole_lines(path)), 1), sum(1 for _ in _lines(path)))
+
+
+def whole_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Lines with what they say, up to the first that is torn: cut off, no JSON, or without a step."""
+    for line in _lines(path):
+        record = _record(line)
+        if record is None:
+            return
+        yield line, record
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    try:
+        with path.open("rb") as file:
+            yield from file
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({reason_of(error)}): restore it from a copy") from error
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """What a line says, None if it is torn."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    whole = line.endswith(b"\n") and isinstance(record, dict)
+    return record if whole and type(record.get("step")) is int and abs(record["step"]) < 2**53 else None
+
+
+def _lines_to_keep(path: Path, last_step: int) -> Iterator[bytes]:
+    """Lines of steps up to `last_step`. What a crash tears comes after them; a tear before them is damage."""
+    torn = 0
+    for number, line in enumerate(_lines(path), 1):
+        record = _record(line)
+        if record is None:
+            torn = torn or number
+        elif record["step"] <= last_step:
+            if torn:
+                raise CheckpointError(
+                    f"{path} line {torn} is torn, and lines behind it belong to the run: restore the file from a copy, "
+                    "or delete that line to continue without it"
+                )
+            yield line
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def _finite(value: Any) -> float | None:
+    """A finite number as a float, None for anything else."""
+    try:
+        number = float(value) if isinstance(value, int | float) else math.nan
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from draftline.config import TrainConfig
 from draftline.errors import Interrupted, StorageError, UpdateError
 from draftline.records import PackedBatch
+from draftline.train.checkpoint import TrainState
 from draftline.train.log import Record, RunLog
-from draftline.train.state import TrainState
 from draftline.train.step import StepResult
 
 

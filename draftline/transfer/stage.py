@@ -27,6 +27,29 @@ class RowSource(Protocol):
         """The next row if there is one already."""
 
 
+@dataclass(frozen=True)
+class PipelineStatistics:
+    """Where the time of an engine goes, in sums that only grow; rates are differences of two snapshots.
+
+    Attributes:
+        target_loops: number of target loops.
+        target_tokens: row positions captured so far.
+        target_busy_seconds: time spent capturing, summed over loops.
+        target_wait_seconds: time spent waiting for room in the queue, summed over loops.
+        drafter_wait_seconds: time the drafter loop has spent waiting for a row.
+        queue_rows: rows waiting now.
+        queue_bytes: their size now.
+    """
+
+    target_loops: int = 1
+    target_tokens: int = 0
+    target_busy_seconds: float = 0.0
+    target_wait_seconds: float = 0.0
+    drafter_wait_seconds: float = 0.0
+    queue_rows: int = 0
+    queue_bytes: int = 0
+
+
 def leave_device(batch: PackedBatch, destination: torch.device) -> PackedBatch:
     """Copy a row from an accelerator to page-locked memory, unless it is to be used where it is."""
     if batch.input_ids.device.type != "cuda" or batch.input_ids.device == destination:

@@ -16,7 +16,7 @@ from draftline.config import RunConfig, TargetConfig, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
 from draftline.run import Gate, RunResult
 from draftline.targets.model import load_target
-from draftline.train.run_folder import check_run_folder
+from draftline.train.run_folder import RunFolder
 from tests.commands.test_prepare import prepared
 
 
@@ -27,7 +27,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     def train_run(config: RunConfig, out: Path, *, resume: bool, gate: Gate) -> RunResult:
         assert callable(gate)
-        check_run_folder(out, config, resume)
+        RunFolder(out).check_usable(config, resume)
         seen.append(config)
         return RunResult(out, 0, 0, 0.0, None, {})
 

@@ -25,8 +25,7 @@ from draftline.formats.mode import trained_mode
 from draftline.formats.serving import READERS, Reader, Serving, serving_command
 from draftline.records import StepMetrics
 from draftline.targets.model import TINY_FOLDER, save_target
-from draftline.train.checkpoint import Checkpoint, write_checkpoint
-from draftline.train.state import TrainState
+from draftline.train.checkpoint import Checkpoint, TrainState, write_checkpoint
 from tests.formats.checkpoints import CONTRACTS, tensors_of, write
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target, same_weights
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from draftline.report.data_summary import read_data_summary
-from draftline.report.run_folder import read_run
+from draftline.train.run_folder import RunFolder
 from tests.report.synthetic_run import write_run
 
 REPORT = {
@@ -33,7 +33,7 @@ def prepared(folder: Path, fingerprint: str) -> None:
 
 def test_counts_reasons_and_lengths_are_shown(tmp_path: Path) -> None:
     prepared(tmp_path / "data", "d1-train")
-    data = read_data_summary(read_run(write_run(tmp_path / "run", lines=1)))
+    data = read_data_summary(RunFolder.open(write_run(tmp_path / "run", lines=1)))
     figures = dict(data.figures)
     assert (figures["tokens"], figures["supervised share"], figures["conversations trained on"]) == (
         "5,000",
@@ -50,7 +50,7 @@ def test_counts_reasons_and_lengths_are_shown(tmp_path: Path) -> None:
 
 
 def test_its_absence_and_other_data_in_its_place_are_said(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", lines=1))
+    run = RunFolder.open(write_run(tmp_path / "run", lines=1))
     assert "is not here any more" in read_data_summary(run).absent
     prepared(tmp_path / "data", "d2-train")
     assert "holds other data now" in read_data_summary(run).absent

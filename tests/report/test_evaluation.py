@@ -10,17 +10,17 @@ import pytest
 
 from draftline.errors import DataError
 from draftline.report.evaluation import Evaluation, read_evaluation
-from draftline.report.run_folder import RunFolder, read_run
+from draftline.train.run_folder import RunFolder
 from tests.report.synthetic_run import evaluation, write_run
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    return read_run(write_run(tmp_path / "run", lines=1))
+    return RunFolder.open(write_run(tmp_path / "run", lines=1))
 
 
 def read(run: RunFolder, content: dict[str, Any]) -> Evaluation:
-    path = run.folder.parent / "evaluate.json"
+    path = run.path.parent / "evaluate.json"
     path.write_text(json.dumps(content))
     return read_evaluation(path, run)
 
@@ -94,7 +94,7 @@ def test_what_is_no_evaluation_is_refused(run: RunFolder, content: Any) -> None:
     ):
         read(run, content)
     with pytest.raises(DataError, match="is not an evaluation"):
-        read_evaluation(run.folder / "nothing.json", run)
+        read_evaluation(run.path / "nothing.json", run)
 
 
 def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_what_was_not_measured_is_a_dash(tmp_path: Path) -> None:
     content |= {"by_file": [{**empty, "acceptance_length_interval": [None, None]}] * 2}
     content |= {"acceptance_length": None, "acceptance_length_interval": [None, None]}
     (tmp_path / "e.json").write_text(json.dumps(content))
-    run = read_run(write_run(tmp_path / "run", lines=1))
+    run = RunFolder.open(write_run(tmp_path / "run", lines=1))
     found = read_evaluation(tmp_path / "e.json", run)
     assert (found.acceptance_length, found.interval) == (None, None)
     assert found.figures[:2] == [["acceptance length (with bonus), decoded", "–"], ["95 % interval, by prompt", "–"]]
@@ -117,9 +117,10 @@ def test_another_target_is_a_warning(tmp_path: Path) -> None:
     warnings = []
     for weights in (evaluation()["target_weights"], "0123" * 16, None):
         (folder / "run.json").write_text(json.dumps({**identity, "target": weights}))
-        warnings.append(read_evaluation(tmp_path / "e.json", read_run(folder)).warnings)
+        warnings.append(read_evaluation(tmp_path / "e.json", RunFolder.open(folder)).warnings)
     assert [len(lines) for lines in warnings] == [0, 1, 0]
     assert f"is {evaluation()['target_weights'][:12]} here, in the run 012301230123" in warnings[1][0]
     assert (
-        dict(read_evaluation(tmp_path / "e.json", read_run(folder)).drafter)["drafter"] == "run/checkpoints/step-000100"
+        dict(read_evaluation(tmp_path / "e.json", RunFolder.open(folder)).drafter)["drafter"]
+        == "run/checkpoints/step-000100"
     )

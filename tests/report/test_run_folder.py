@@ -1,76 +1,17 @@
-"""What the folder of a run says: its state, its damage, its settings."""
+"""What the folder of a run says, as rows of tables."""
 
 from __future__ import annotations
 
 import json
-import os
-import time
 from pathlib import Path
 
-import pytest
-
-from draftline.errors import CheckpointError
-from draftline.report.run_folder import configuration, duration, environment, read_run, sessions
+from draftline.report.run_folder import configuration, duration, environment, sessions
+from draftline.train.run_folder import RunFolder
 from tests.report.synthetic_run import write_run
 
 
-@pytest.mark.parametrize(
-    ("lines", "total", "age", "state"),
-    [
-        (20, 20, 0, "finished"),
-        (20, 20, 1e6, "finished"),
-        (20, 40, 0, "running"),
-        (20, 40, 63, "running"),  # lines come every 1.5 s: a minute and three pauses have not passed
-        (20, 40, 66, "stopped"),
-        (0, 40, 0, "started"),
-        (0, 40, 61, "stopped"),
-    ],
-)
-def test_a_run_is_going_on_as_long_as_it_writes(tmp_path: Path, lines: int, total: int, age: float, state: str) -> None:
-    folder = write_run(tmp_path / "run", lines=lines, total=total)
-    then = time.time() - age
-    os.utime(folder / "metrics.jsonl", (then, then))
-    assert read_run(folder).state == state
-
-
-def test_torn_lines_are_counted_and_end_what_is_read(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", lines=10)
-    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (folder / "metrics.jsonl").write_text("".join(lines[:6]) + lines[6][:40] + "\n" + "".join(lines[7:]))
-    (folder / "speed.jsonl").write_text("")
-    run = read_run(folder)
-    assert run.step == 6
-    assert run.metrics["loss"].steps.tolist() == [1, 2, 3, 4, 5, 6]
-    torn, empty = run.damage
-    assert torn.startswith("6 of the 10 lines of metrics.jsonl are whole; line 7 is torn, and the 3 behind it")
-    assert empty.startswith("speed.jsonl is missing or empty")
-
-
-def test_a_whole_run_has_no_damage_and_the_sizes_of_its_last_line(tmp_path: Path) -> None:
-    run = read_run(write_run(tmp_path / "run", lines=10, every=5))
-    assert (run.damage, run.step, run.total_steps, run.seconds) == ([], 50, 50, 75.0)
-
-
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(
-            CheckpointError, match=r"is not a run .*: give the folder that `draftline train --out` wrote"
-        ):
-            read_run(folder)
-
-
-@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
-@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b'{"data": 3, "target": "x"}', b'{"data": null}'])
-def test_settings_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes) -> None:
-    folder = write_run(tmp_path / "run", lines=1)
-    (folder / name).write_bytes(content)
-    with pytest.raises(CheckpointError, match=name) as error:
-        read_run(folder)
-    assert "\n" not in str(error.value)
-
-
 def test_settings_that_differ_from_the_published_recipe_are_shown_beside_it(tmp_path: Path) -> None:
-    changed, settings = configuration(read_run(write_run(tmp_path / "run", lines=1)))
+    changed, settings = configuration(RunFolder.open(write_run(tmp_path / "run", lines=1)))
     assert ["optim.clip_norm", "0.5", "1.0"] in changed
     assert ["optim.clip_norm", "0.5"] in settings
     assert not {"optim.learning_rate", "target.name"} & {row[0] for row in changed}
@@ -78,12 +19,12 @@ def test_settings_that_differ_from_the_published_recipe_are_shown_beside_it(tmp_
 
 def test_environment_names_code_versions_and_machine(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", lines=1)
-    rows = dict(environment(read_run(folder)))
+    rows = dict(environment(RunFolder.open(folder)))
     assert rows["code"] == "0123abcd, with changes ffeeddccbbaa"
     assert rows["versions"] == "draftline 0.1.0\ntorch 2.13.0"
-    assert sessions(read_run(folder)) == [["2026-01-01T00:00:00+00:00", "0", "? / ?", "draftline train"]]
+    assert sessions(RunFolder.open(folder)) == [["2026-01-01T00:00:00+00:00", "0", "? / ?", "draftline train"]]
     (folder / "run.json").write_text(json.dumps({}))
-    assert environment(read_run(folder)) == []
+    assert environment(RunFolder.open(folder)) == []
 
 
 def test_durations_have_two_units() -> None:

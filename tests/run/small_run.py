@@ -15,7 +15,7 @@ from draftline.config import load_run_config
 from draftline.data.split import RunData, choose_conversations
 from draftline.records import Sample
 from draftline.run import Examination, RunResult, train_on
-from draftline.train.run_folder import check_run_folder
+from draftline.train.run_folder import RunFolder
 from tests.engine.tiny_target import tiny_samples, tiny_target
 
 SETTINGS = (
@@ -74,7 +74,7 @@ def small_run(
 ) -> RunResult:
     """Train in this process."""
     config = load_run_config(None, [*SETTINGS, *words])
-    check_run_folder(out, config, resume)
+    RunFolder(out).check_usable(config, resume)
     return train_on(config, out, small_data(samples, words), tiny_target(), resume, examination)
 
 

@@ -17,6 +17,7 @@ from draftline.train import checkpoint as checkpoint_module
 from draftline.train.checkpoint import (
     Checkpoint,
     CheckpointStore,
+    TrainState,
     load_draft_model,
     random_states,
     read_checkpoint,
@@ -24,7 +25,6 @@ from draftline.train.checkpoint import (
     write_checkpoint,
 )
 from draftline.train.optim import build_optimizer, optimizer_tensors
-from draftline.train.state import TrainState
 from tests.train.tiny_drafter import tiny_config, tiny_drafter, update
 
 

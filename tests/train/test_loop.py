@@ -10,9 +10,9 @@ import pytest
 from draftline.config import TrainConfig
 from draftline.errors import Interrupted, PipelineError, StorageError, UpdateError
 from draftline.records import PackedBatch, StepMetrics
+from draftline.train.checkpoint import TrainState
 from draftline.train.log import Record
 from draftline.train.loop import DrafterTrainLoop, LoopParts
-from draftline.train.state import TrainState
 from draftline.train.step import StepResult
 from tests.transfer.rows import make_row
 

@@ -17,7 +17,7 @@ from draftline.draft import loss as loss_module
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import StepMetrics
 from draftline.train import step as step_module
-from draftline.train.state import TrainState
+from draftline.train.checkpoint import TrainState
 from tests.zoo.fault import fault
 from tests.zoo.pipeline import Recipe
 

@@ -1,0 +1,68 @@
+"""One object opens a run folder: its state, its damage, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from draftline.errors import CheckpointError
+from draftline.train.run_folder import RunFolder
+from tests.report.synthetic_run import write_run
+
+
+@pytest.mark.parametrize(
+    ("lines", "total", "age", "state"),
+    [
+        (20, 20, 0, "finished"),
+        (20, 20, 1e6, "finished"),
+        (20, 40, 0, "running"),
+        (20, 40, 63, "running"),  # lines come every 1.5 s: a minute and three pauses have not passed
+        (20, 40, 66, "stopped"),
+        (0, 40, 0, "started"),
+        (0, 40, 61, "stopped"),
+    ],
+)
+def test_a_run_is_going_on_as_long_as_it_writes(tmp_path: Path, lines: int, total: int, age: float, state: str) -> None:
+    folder = write_run(tmp_path / "run", lines=lines, total=total)
+    then = time.time() - age
+    os.utime(folder / "metrics.jsonl", (then, then))
+    assert RunFolder.open(folder).state == state
+
+
+def test_torn_lines_are_counted_and_end_what_is_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", lines=10)
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(lines[:6]) + lines[6][:40] + "\n" + "".join(lines[7:]))
+    (folder / "speed.jsonl").write_text("")
+    run = RunFolder.open(folder)
+    assert run.step == 6
+    assert run.metrics["loss"].steps.tolist() == [1, 2, 3, 4, 5, 6]
+    torn, empty = run.damage
+    assert torn.startswith("6 of the 10 lines of metrics.jsonl are whole; line 7 is torn, and the 3 behind it")
+    assert empty.startswith("speed.jsonl is missing or empty")
+
+
+def test_a_whole_run_has_no_damage_and_the_sizes_of_its_last_line(tmp_path: Path) -> None:
+    run = RunFolder.open(write_run(tmp_path / "run", lines=10, every=5))
+    assert (run.damage, run.step, run.total_steps, run.seconds) == ([], 50, 50, 75.0)
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(
+            CheckpointError, match=r"is not a run .*: give the folder that `draftline train --out` wrote"
+        ):
+            RunFolder.open(folder)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "run.json"])
+@pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", b'{"data": 3, "target": "x"}', b'{"data": null}'])
+def test_settings_that_cannot_be_read_are_named(tmp_path: Path, name: str, content: bytes) -> None:
+    folder = write_run(tmp_path / "run", lines=1)
+    (folder / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=name) as error:
+        RunFolder.open(folder)
+    assert "\n" not in str(error.value)
