@@ -20,8 +20,9 @@ from draftline.audit.reference import naive_anchors, role_ids, target_forward
 from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes, refuse_random_drafter
 from draftline.records import PackedBatch
 from draftline.targets.layers import default_target_layer_ids
+from draftline.targets.rope import KINDS
 
-_SCALED = ("linear", "dynamic", "yarn", "llama3")
+_SCALED = KINDS.keys() - {"default"}
 """Kinds of rotary scaling that a drafter takes over from its target."""
 
 _SAME = 2e-4

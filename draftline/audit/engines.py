@@ -12,6 +12,7 @@ from typing import Any
 
 from draftline.audit.drafter_reference import DrafterView
 from draftline.targets.layers import default_target_layer_ids
+from draftline.targets.rope import rope_as_read
 
 ZLAB_READERS = ("z-lab", "vLLM", "SGLang", "llama.cpp")
 SPECULATORS_READERS = ("speculators", "vLLM")
@@ -159,18 +160,9 @@ def _shape(tree: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": int(tree.get("num_key_value_heads", heads)),
         "head_dim": int(tree.get("head_dim") or tree["hidden_size"] // heads),
         "eps": float(tree.get("rms_norm_eps", 1e-6)),
-        "rope": rope_of(tree),
+        "rope": rope_as_read(tree),
         "max_position_embeddings": int(tree.get("max_position_embeddings", 32768)),
     }
-
-
-def rope_of(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary settings from the new form or from `rope_theta` and `rope_scaling`; a missing base is 10,000."""
-    if tree.get("rope_parameters"):
-        return {"rope_type": "default", "rope_theta": 10000.0, **tree["rope_parameters"]}
-    scaling = dict(tree.get("rope_scaling") or {})
-    kind = scaling.pop("rope_type", scaling.pop("type", "default"))
-    return {**scaling, "rope_type": kind, "rope_theta": float(tree.get("rope_theta", 10000.0))}
 
 
 def differences(found: DrafterView, trained: DrafterView) -> dict[str, str]:

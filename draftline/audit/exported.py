@@ -16,13 +16,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table
-from draftline.audit.engines import Reading, differences, read_as, readers_of, rope_of
+from draftline.audit.engines import Reading, differences, read_as, readers_of
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, ExportError
 from draftline.formats.folder import read_files
 from draftline.targets.layers import default_target_layer_ids
+from draftline.targets.rope import rope_as_read
 
 _ZLAB_KEYS = ("architectures", "model_type", "block_size", "num_target_layers", "dtype")
 _BLOCK_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
@@ -188,7 +189,7 @@ def windows(probe: Probe) -> Problem | None:
 def rope(probe: Probe) -> Problem | None:
     layers, config = _exported(probe).layers, probe.subject.draft_model.config
     fix = "write the rotary settings used in training, and at least the target's max_position_embeddings"
-    settings = rope_of(layers)
+    settings = rope_as_read(layers)
     partial = {k: settings.get(k, layers.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
     if any(value not in (None, 1, 1.0) for value in partial.values()):
         return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", fix)

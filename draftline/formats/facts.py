@@ -14,8 +14,8 @@ from pydantic import ValidationError
 
 from draftline.config import DFlashConfig
 from draftline.errors import CheckpointError, ConfigError
-from draftline.formats.rope import rope_parameters
 from draftline.targets.layers import check_target_layer_ids
+from draftline.targets.rope import rope_of_folder
 
 T = TypeVar("T", int, bool)
 
@@ -111,7 +111,7 @@ def resolve(facts: Facts, given: Given) -> DFlashConfig:
         config = DFlashConfig(
             **{name: stack[name] for name in _COPIED},
             head_dim=head_dim,
-            rope_parameters=rope_parameters(stack, where),
+            rope_parameters=rope_of_folder(stack, where),
             layer_types=facts.layer_types,
             sliding_window=facts.sliding_window,
             sliding_window_causal=facts.sliding_window_causal,

@@ -17,7 +17,7 @@ from draftline.errors import ConfigError, TargetError
 from draftline.targets.layers import check_target_layer_ids, default_target_layer_ids
 from draftline.targets.mask_token import resolve_mask_token, used_ids
 from draftline.targets.model import Target
-from draftline.targets.rope import rope_parameters
+from draftline.targets.rope import rope_of_target
 
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EPS_FIELDS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
@@ -53,7 +53,7 @@ def resolve_drafter_config(
             num_key_value_heads=drafter.num_key_value_heads or _key_value_heads(config, heads),
             head_dim=drafter.head_dim or _head_dim(config),
             rms_norm_eps=_eps(target),
-            rope_parameters=rope_parameters(config),
+            rope_parameters=rope_of_target(config),
             max_position_embeddings=config.max_position_embeddings,
             layer_types=layer_types,
             sliding_window=drafter.sliding_window,

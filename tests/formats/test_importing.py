@@ -132,6 +132,7 @@ WRONG: list[tuple[str, Callable[[Tree], None], str]] = [
     ("zlab", put("partial_rotary_factor", 0.25), "partial_rotary_factor"),
     ("zlab", put("rope_scaling", {"type": "wavy"}), "wavy"),
     ("zlab", put("rope_scaling", {"rope_type": "yarn", "factor": 2.0}), "original_max_position_embeddings"),
+    ("zlab", put("rope_scaling", {"type": "longrope", "short_factor": [1.0]}), "'longrope' is not supported"),
     ("zlab", put("attention_bias", True), "attention_bias"),
     ("zlab", put("quantization_config", {"bits": 4}), "quantised"),
     ("zlab", put("dtype", "bfloat16"), "dtype"),
