@@ -247,6 +247,11 @@ class DFlashConfig(_Strict):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
+    def first_predicting_slot(self) -> int:
+        """Slots of a block before it predict nothing: none where the anchor predicts too, else the anchor's own."""
+        return self.block_size - self.num_speculative_tokens
+
+    @property
     def head_rows(self) -> int:
         """Tokens that the drafter can say."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size

@@ -235,20 +235,20 @@ def shape(probe: Probe) -> Problem | None:
 
 @check("DRF013", "rows of a reduced head are not the tokens that their mapping names", needs=("TGT008",))
 def reduced_head(probe: Probe) -> Problem | None:
-    draft_head, d2t = probe.subject.frozen.draft_head, probe.subject.draft_model.d2t
+    head, d2t = probe.subject.frozen.head, probe.subject.draft_model.d2t
     fix = "d2t[row] = kept id - row, kept ids increasing, and the head's rows those of the target's head at these ids"
-    if d2t is None and draft_head is None:
+    if d2t is None and head.whole is head:
         return None
-    if d2t is None or draft_head is None:
+    if d2t is None or head.whole is head:
         return Problem(f"{'the loss' if d2t is None else 'the drafter'} alone has a reduced vocabulary", fix)
     if probe.mapping_fault is not None:
         return Problem(probe.mapping_fault, fix)
     kept_ids = probe.kept_ids
-    if not torch.equal(draft_head.to_target_ids(torch.arange(len(kept_ids), device=probe.device)).cpu(), kept_ids):
+    if not torch.equal(head.to_target_ids(torch.arange(len(kept_ids), device=probe.device)).cpu(), kept_ids):
         return Problem("the loss maps rows of its head to other tokens than d2t does", fix)
     for forward in probe.reference:
         with torch.no_grad():
-            found = draft_head.logits(forward.normed.to(probe.device)).cpu()
+            found = head.logits(forward.normed.to(probe.device)).cpu()
         logits = forward.logits.cpu()
         if relative_difference(found, logits[:, kept_ids]) <= probe.tolerance:
             continue

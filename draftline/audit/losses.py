@@ -65,7 +65,7 @@ def right_labels(probe: Probe) -> Problem | None:
     if used.truth_fit == 1.0 or used.fit < _FITS:
         return None
     meant = "the token in the data" if wants_data(probe) else "the target's prediction made at the token before"
-    if probe.subject.frozen.draft_head is not None:
+    if probe.subject.draft_model.d2t is not None:
         meant = f"the best of the drafter's {len(probe.kept_ids)} tokens in {meant}"
     taught = "something else in places" if used.name == "truth" else used.name
     return Problem(

@@ -114,8 +114,7 @@ class Probe:
 
     def draft_logits(self, outputs: Tensor) -> Tensor:
         """[n, Vd] logits of drafter outputs through the head that the loss uses."""
-        frozen = self.subject.frozen
-        return (frozen.head if frozen.draft_head is None else frozen.draft_head).logits(outputs)
+        return self.subject.frozen.head.logits(outputs)
 
     @property
     def device(self) -> torch.device:

@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from draftline.config import LossConfig, RunConfig
 from draftline.data.sampler import RowPlan
 from draftline.draft.attention import Attention
+from draftline.draft.block import FrozenTarget
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import Generation
 from draftline.records import CapturedSample, PackedBatch, Sample, StepMetrics
 from draftline.targets.model import Target
-from draftline.train.step import FrozenTarget, StepResult
+from draftline.train.step import StepResult
 
 
 class NotApplicable(Exception):

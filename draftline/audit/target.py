@@ -149,7 +149,7 @@ def batch_independent(probe: Probe) -> Problem | None:
 
 @check("TGT008", "the head that the loss uses is not the target's")
 def head_identity(probe: Probe) -> Problem | None:
-    head = probe.subject.frozen.head
+    head = probe.subject.frozen.head.whole
     fix = "use the target's own norm and lm_head modules, with the scaling and soft cap of its ForCausalLM.forward"
     for forward in probe.reference:
         states = forward.normed.to(probe.device)

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from draftline.config import TargetConfig
-from draftline.targets.head import ReducedHead
+from draftline.draft.block import FrozenTarget
 from draftline.targets.model import Target, build_target, load_target, resolve_device
-from draftline.train.step import FrozenTarget
 
 
 def share_weights(target: Target) -> Target:
@@ -54,9 +53,4 @@ def frozen_target(target: Target, device: torch.device, kept_ids: Tensor | None 
     if device != target.device:
         embedding, head = copy.deepcopy((target.embedding, target.head))
         target = replace(target, parts=replace(target.parts, embedding=embedding.to(device)), head=head.to(device))
-
-    def embed(ids: Tensor) -> Tensor:
-        return target.embed(ids).float()
-
-    draft_head = None if kept_ids is None else ReducedHead(target.head, kept_ids)
-    return FrozenTarget(embed=embed, head=target.head, draft_head=draft_head)
+    return FrozenTarget.of(target, kept_ids, like=torch.zeros((), device=device))

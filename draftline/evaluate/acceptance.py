@@ -25,12 +25,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftline.draft.anchors import block_input_ids, predicted_positions, slot_labels
-from draftline.draft.attention import BlockLayout
+from draftline.draft.block import Blocks, FrozenTarget, drafted_states, greedy_tokens, slot_labels
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.interval import Interval, ratio_interval
 from draftline.records import CapturedSample, Sample
-from draftline.targets.head import head_of_drafter
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target
 
@@ -183,24 +181,15 @@ def streaks_of_answer(
 def _streaks(
     target: Target, draft_model: DFlashDraftModel, captured: CapturedSample, anchor_positions_A: Tensor
 ) -> Tensor:
-    config = draft_model.config
-    block, from_anchor = config.block_size, config.sample_from_anchor
     weight = draft_model.fc.weight
-    ids_S = captured.sample.input_ids.to(target.device)
-    states = captured.hidden_states_SLD[None].to(weight)
+    frozen = FrozenTarget.of(target, draft_model.kept_ids, weight)
     assert captured.target_ids_S is not None, "the walk captures with send = target_ids"
-    target_ids_S = captured.target_ids_S.to(target.device)
-
-    block_ids_AP = block_input_ids(ids_S[anchor_positions_A], block, config.mask_token_id)
-    layout = BlockLayout.of_row(anchor_positions_A, torch.arange(len(ids_S), device=target.device), block)
-    hidden = draft_model(states, target.embed(block_ids_AP).flatten(0, 1)[None].to(weight), layout)
-    head = head_of_drafter(target.head, draft_model.kept_ids)
-    predicted_AP = head.to_target_ids(head.logits(hidden[0].to(target.device)).argmax(-1)).view_as(block_ids_AP)
-
-    labels_AP = slot_labels(anchor_positions_A, target_ids_S, block, from_anchor, shift=-1)
-    inside_AP = predicted_positions(anchor_positions_A, block, from_anchor) < len(ids_S)
-    right_AP = (predicted_AP == labels_AP) & inside_AP
-    return right_AP[:, block - config.num_speculative_tokens :].long().cumprod(1).sum(1)
+    blocks = Blocks.of_document(captured.sample.input_ids.to(target.device), anchor_positions_A, draft_model.config)
+    hidden_APD = drafted_states(draft_model, captured.hidden_states_SLD[None].to(weight), blocks, frozen.embed)
+    said_AP = greedy_tokens(hidden_APD.to(target.device), frozen.head)
+    label_AP = slot_labels(blocks.predicted_AP, captured.target_ids_S.to(target.device), shift=-1)
+    right_AP = (said_AP == label_AP) & blocks.supervised_AP
+    return right_AP[:, draft_model.config.first_predicting_slot :].long().cumprod(1).sum(1)
 
 
 def _as_sample(sample_id: int, prompt: Sequence[int], output: Sequence[int]) -> Sample:

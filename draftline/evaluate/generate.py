@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from draftline.config import DFlashConfig
-from draftline.draft.anchors import block_input_ids
+from draftline.draft.block import FrozenTarget, block_input_ids, greedy_tokens
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError, TargetError
 from draftline.evaluate.sampling import GREEDY, Sampling, draw, verify_greedy, verify_sampled
 from draftline.evaluate.target_state import open_target_state
-from draftline.targets.head import head_of_drafter
 from draftline.targets.model import Target
 
 
@@ -87,7 +86,7 @@ class BlockDrafter:
         self._generator = generator
         self._cache = draft_model.new_cache()
         self._weight = draft_model.fc.weight
-        self._head = head_of_drafter(target.head, draft_model.kept_ids)
+        self._frozen = FrozenTarget.of(target, draft_model.kept_ids, self._weight)
 
     def extend(self, hidden_states: Tensor) -> None:
         """Project the states of kept tokens once, for all blocks to come."""
@@ -98,12 +97,11 @@ class BlockDrafter:
         config = self._draft_model.config
         anchor_1 = torch.tensor([anchor_id], device=self._target.device)
         block_ids = block_input_ids(anchor_1, config.block_size, config.mask_token_id)
-        hidden = self._draft_model.draft(self._cache, self._target.embed(block_ids).to(self._weight))
-        predicted = hidden[0, config.block_size - config.num_speculative_tokens :]
-        logits = self._head.logits(predicted.to(self._target.device))
+        hidden = self._draft_model.draft(self._cache, self._frozen.embed(block_ids)).to(self._target.device)
+        predicted, head = hidden[0, config.first_predicting_slot :], self._frozen.head
         if self._sampling.greedy:
-            return Proposal(self._head.to_target_ids(logits.argmax(-1)))
-        probabilities_KV = self._head.to_whole(self._sampling.probabilities(logits))
+            return Proposal(greedy_tokens(predicted, head))
+        probabilities_KV = head.to_whole(self._sampling.probabilities(head.logits(predicted)))
         return Proposal(draw(probabilities_KV, self._generator), probabilities_KV)
 
 

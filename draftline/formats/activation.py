@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from draftline.draft.attention import BlockLayout
+from draftline.draft.block import Blocks, drafted_states
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import Sample
 from draftline.targets.loop import TargetForwardLoop
@@ -33,21 +33,21 @@ def largest_activation(draft_model: DFlashDraftModel, target: Target) -> float:
     ids = torch.randint(target.vocab_size, (_TOKENS,), generator=generator)
     sample = Sample(0, ids, torch.ones(_TOKENS, dtype=torch.bool))
     (captured,) = TargetForwardLoop(target, config.target_layer_ids).capture([sample])
-    device = draft_model.fc.weight.device
-    anchors = torch.arange(1, _TOKENS, config.block_size, device=device)
-    blocks = torch.full((len(anchors), config.block_size), config.mask_token_id, device=target.device)
-    blocks[:, 0] = ids.to(target.device)[anchors.to(target.device)]
-    embeddings = target.embed(blocks.flatten()[None]).to(device, torch.float32)
-    layout = BlockLayout.of_row(anchors, torch.arange(_TOKENS, device=device), config.block_size)
+    weight = draft_model.fc.weight
+    anchors = torch.arange(1, _TOKENS, config.block_size, device=weight.device)
+    blocks = Blocks.of_document(ids.to(weight.device), anchors, config)
     sizes: list[float] = []
 
     def note(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
         tensors = output if isinstance(output, tuple) else (output,)
         sizes.extend(tensor.abs().max().item() for tensor in tensors)
 
+    def embed(block_ids: Tensor) -> Tensor:
+        return target.embed(block_ids.to(target.device)).to(weight)
+
     handles = [module.register_forward_hook(note) for module in draft_model.modules()]
     try:
-        draft_model(captured.hidden_states_SLD[None].to(device, torch.float32), embeddings, layout)
+        drafted_states(draft_model, captured.hidden_states_SLD[None].to(weight), blocks, embed)
     finally:
         for handle in handles:
             handle.remove()

@@ -18,7 +18,6 @@ from draftline.formats.facts import Given, resolve
 from draftline.formats.folder import DrafterFiles, ExportDtype, build_drafter, compare_with_header, read_files
 from draftline.formats.formats import Format, detect, our_tensors
 from draftline.formats.reading import facts_of
-from draftline.targets.head import head_of_drafter
 from draftline.targets.model import Target
 from draftline.train.checkpoint import checkpoint_folder, load_draft_model
 
@@ -133,7 +132,7 @@ def _left_out(
     """Say that a copy of the target's tensor is not used, after comparing it where that is possible."""
     if target is None:
         return f"{name} is left out: the target's own is used, and was not compared"
-    head = head_of_drafter(target.head, draft_model.kept_ids).lm_head
+    head = target.head.of_rows(draft_model.kept_ids).lm_head
     parts = {
         "embed_tokens.weight": target.embedding,
         "lm_head.weight": head,

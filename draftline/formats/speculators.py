@@ -24,7 +24,7 @@ from draftline.errors import ExportError
 from draftline.formats.folder import DTYPES, ExportDtype, canonical, write_folder
 from draftline.formats.importing import load_format
 from draftline.formats.verify import refuse_short_window, verify_folder
-from draftline.targets.head import ReducedHead, TargetHead
+from draftline.targets.head import TargetHead
 from draftline.targets.layers import to_aux_hidden_state_layer_ids
 
 SPECULATORS_VERSION = "0.9.0"
@@ -124,7 +124,7 @@ def _reduced_head(
             f"draft_vocab_size = {draft_model.config.draft_vocab_size} stores rows of the target's head, and no target "
             "was given: add --target"
         )
-    head = ReducedHead(target_head, draft_model.kept_ids).lm_head
+    head = target_head.of_rows(draft_model.kept_ids).lm_head
     if "bias" in dict(head.named_parameters()):
         raise ExportError("the target's head has a bias, for which the speculators format has no place: not exported")
     rows = head.get_parameter("weight").detach().to("cpu", DTYPES[dtype]).contiguous()

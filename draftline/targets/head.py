@@ -54,9 +54,30 @@ class TargetHead(nn.Module):
             logits = torch.tanh(logits / self.final_logit_softcapping) * self.final_logit_softcapping
         return logits
 
+    @property
+    def whole(self) -> TargetHead:
+        """The target's own head: this one."""
+        return self
+
+    def of_rows(self, kept_ids: Tensor | None) -> TargetHead:
+        """The head that a drafter with a reduced vocabulary speaks through; this one if it can say every token.
+
+        Args:
+            kept_ids: [Vd] int64, target id of each of its rows.
+
+        Raises:
+            TargetError: the head is not a plain matrix, or an id is none of its rows.
+        """
+        return self if kept_ids is None else ReducedHead(self, kept_ids)
+
     def to_target_ids(self, rows: Tensor) -> Tensor:
         """Token of each row of the head: the row itself."""
         return rows
+
+    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = 2048) -> Tensor:
+        """Row of the best token that there is a row for, where the target says `target_ids`: the ids themselves."""
+        del last_hidden, chunk_size
+        return target_ids
 
     def to_whole(self, values: Tensor) -> Tensor:
         """Values of rows as values of tokens."""
@@ -69,10 +90,18 @@ class TargetHead(nn.Module):
 
     @torch.no_grad()
     def target_ids(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:
-        """Greedy next token at each position: [..., D] -> [...] int64, logits of `chunk_size` positions at a time."""
-        rows = last_hidden.reshape(-1, last_hidden.shape[-1])
-        ids = [self(chunk).argmax(-1) for chunk in rows.split(chunk_size)]
-        return torch.cat(ids).reshape(last_hidden.shape[:-1]) if ids else rows.new_empty(0, dtype=torch.int64)
+        """The target's greedy next token at each position: [..., D] -> [...] int64.
+
+        Logits of `chunk_size` positions exist at a time.
+        """
+        return self.whole.best_rows(last_hidden, chunk_size)
+
+    @torch.no_grad()
+    def best_rows(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
+        """Row with the largest logit at each position: [..., D] -> [...] int64."""
+        states = last_hidden.reshape(-1, last_hidden.shape[-1])
+        rows = [self(chunk).argmax(-1) for chunk in states.split(chunk_size)]
+        return torch.cat(rows).reshape(last_hidden.shape[:-1]) if rows else states.new_empty(0, dtype=torch.int64)
 
 
 class ReducedHead(TargetHead):
@@ -101,11 +130,18 @@ class ReducedHead(TargetHead):
             some.bias = nn.Parameter(whole.bias.detach()[rows], requires_grad=False)
         super().__init__(head.norm, some, head.output_multiplier, head.final_logit_softcapping)
         self.register_buffer("kept_ids", rows)
-        self._vocab_size = whole.out_features
+        self._whole, self._vocab_size = head, whole.out_features
 
-    def label_rows(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:
+    @property
+    def whole(self) -> TargetHead:
+        """The target's own head, with all rows."""
+        return self._whole
+
+    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = 2048) -> Tensor:
         """What the target would say if it had only these tokens, by row: [..., D] -> [...] int64."""
-        return self.target_ids(last_hidden, chunk_size)
+        del target_ids
+        assert last_hidden is not None, "a reduced vocabulary is trained with send = last_hidden"
+        return self.best_rows(last_hidden, chunk_size)
 
     def to_target_ids(self, rows: Tensor) -> Tensor:
         """Token of each row: row + d2t[row]."""
@@ -115,11 +151,6 @@ class ReducedHead(TargetHead):
         """[..., Vd] values of rows -> [..., V] of tokens, zero elsewhere."""
         whole = values.new_zeros(*values.shape[:-1], self._vocab_size)
         return whole.index_copy_(-1, self.kept_ids, values)
-
-
-def head_of_drafter(head: TargetHead, kept_ids: Tensor | None) -> TargetHead:
-    """The head that a drafter speaks through: the target's own, or those of its rows that are kept."""
-    return head if kept_ids is None else ReducedHead(head, kept_ids)
 
 
 @dataclass(frozen=True, eq=False)

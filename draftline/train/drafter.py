@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from draftline.config import DFlashConfig, RunConfig
-from draftline.draft.anchors import draw_anchors
 from draftline.draft.attention import attention_class
+from draftline.draft.block import FrozenTarget, draw_anchors
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError
 from draftline.records import PackedBatch, StepMetrics
@@ -34,7 +34,7 @@ from draftline.train.optim import (
     restore_optimizer,
     set_learning_rate,
 )
-from draftline.train.step import FrozenTarget, StepResult, row_loss, train_step
+from draftline.train.step import StepResult, row_loss, train_step
 
 HELDOUT_SEED = 0
 """Draws the anchors of held-out rows, whatever the seed of the run: runs that differ in their seed are asked the same
@@ -63,8 +63,8 @@ class Drafter:
         torch.manual_seed(config.train.seed)
         self.model = DFlashDraftModel(shape)
         self.model.init_weights(torch.Generator().manual_seed(config.train.seed))
-        if frozen.draft_head is not None:
-            self.model.keep_tokens(frozen.draft_head.kept_ids)
+        if self.model.d2t is not None:
+            self.model.keep_tokens(frozen.head.to_target_ids(torch.arange(shape.head_rows)))
         self.model.to(device)
         self.optimizer = build_optimizer(self.model, config.optim)
 

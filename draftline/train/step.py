@@ -12,58 +12,20 @@ The division comes last, so the update does not depend on how rows are split ove
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from draftline.config import LossConfig, decay_gamma
-from draftline.draft.anchors import block_input_ids, slot_labels, slot_weights, supervised_slots
-from draftline.draft.attention import Attention, BlockLayout
+from draftline.draft.attention import Attention
+from draftline.draft.block import Blocks, FrozenTarget, Head, drafted_states, slot_labels, slot_weights
 from draftline.draft.loss import cross_entropy_sum
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import PipelineError, UpdateError
 from draftline.records import PackedBatch, StepMetrics
-
-
-class OutputHead(Protocol):
-    """The target's final norm and head, as `draftline.targets.TargetHead` provides them."""
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of states that are already normed, scaled and soft-capped as the target does."""
-
-    def target_ids(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
-        """Greedy next tokens [...] of raw last-layer states [..., D]."""
-
-
-class DrafterHead(OutputHead, Protocol):
-    """Those rows of the target's head that a drafter with a reduced vocabulary has, as `ReducedHead` provides them."""
-
-    kept_ids: Tensor
-
-    def label_rows(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
-        """The target's best kept token [...], as a row of this head, of raw last-layer states [..., D]."""
-
-    def to_target_ids(self, rows: Tensor) -> Tensor:
-        """Tokens of rows."""
-
-
-@dataclass(frozen=True)
-class FrozenTarget:
-    """The parts of the target that the drafter borrows, on the drafter's device.
-
-    Attributes:
-        embed: ids [...] -> what the target's first layer receives, [..., D].
-        head: the target's final norm and head.
-        draft_head: what the drafter speaks through if it can say only some tokens; none: `head`.
-    """
-
-    embed: Callable[[Tensor], Tensor]
-    head: OutputHead
-    draft_head: DrafterHead | None = None
 
 
 @dataclass(frozen=True)
@@ -146,36 +108,32 @@ def row_loss(
 
     Under `torch.no_grad()` this is the evaluation of a held-out row.
     """
-    config = draft_model.config
-    shape = (config.block_size, config.sample_from_anchor)
+    config, head = draft_model.config, frozen.head
     tokens = batch.input_ids.numel()
-    supervised_AP = supervised_slots(anchor_positions_A, batch.loss_mask[0], batch.document_ids[0], *shape)
+    blocks = Blocks.of_row(batch, anchor_positions_A, config)
+    supervised_AP = blocks.supervised_AP
     if not supervised_AP.any():
         return torch.zeros(()), replace(StepMetrics.zero(config.block_size), tokens=tokens)
 
-    layout = BlockLayout.of_row(anchor_positions_A, batch.position_ids[0], config.block_size)
-    block_ids_AP = block_input_ids(batch.input_ids[0, anchor_positions_A], config.block_size, config.mask_token_id)
-    embeddings = frozen.embed(block_ids_AP.flatten()[None])
-    hidden_QD = draft_model(batch.hidden_states_packed, embeddings, layout, attention)[0]
+    hidden_APD = drafted_states(draft_model, batch.hidden_states_packed, blocks, frozen.embed, attention)
 
-    target_AP = slot_labels(anchor_positions_A, _target_ids_S(batch, frozen.head, loss), *shape, shift=-1)
-    data_AP = slot_labels(anchor_positions_A, batch.input_ids[0], *shape, shift=0)
-    label_AP = target_AP if loss.labels == "target" else data_AP
-    head = frozen.head if frozen.draft_head is None else frozen.draft_head
-    if frozen.draft_head is not None:
-        label_AP = slot_labels(anchor_positions_A, _label_rows_S(batch, frozen.draft_head, loss), *shape, shift=-1)
+    target_ids_S = _target_ids_S(batch, head, loss)
+    target_AP = slot_labels(blocks.predicted_AP, target_ids_S, shift=-1)
+    data_AP = slot_labels(blocks.predicted_AP, batch.input_ids[0], shift=0)
+    label_AP = data_AP
+    if loss.labels == "target":
+        label_AP = slot_labels(blocks.predicted_AP, _label_rows_S(batch, head, target_ids_S, loss), shift=-1)
     weight_P = slot_weights(config.block_size, decay_gamma(loss, config.block_size), config.sample_from_anchor)
-    weights_n = weight_P.to(hidden_QD.device).expand_as(supervised_AP)[supervised_AP]
+    weights_n = weight_P.to(hidden_APD.device).expand_as(supervised_AP)[supervised_AP]
     results = cross_entropy_sum(
-        hidden_QD[supervised_AP.flatten()],
+        hidden_APD[supervised_AP],
         label_AP[supervised_AP],
         weights_n,
         head.logits,
         loss.chunk_size,
     )
     predicted_AP = torch.full_like(target_AP, -1)
-    said_n = results.predicted_n if frozen.draft_head is None else frozen.draft_head.to_target_ids(results.predicted_n)
-    predicted_AP[supervised_AP] = said_n
+    predicted_AP[supervised_AP] = head.to_target_ids(results.predicted_n)
     metrics = StepMetrics.of_blocks(
         correct_target_AP=predicted_AP == target_AP,
         correct_data_AP=predicted_AP == data_AP,
@@ -187,7 +145,7 @@ def row_loss(
     return results.loss_sum, metrics
 
 
-def _target_ids_S(batch: PackedBatch, head: OutputHead, loss: LossConfig) -> Tensor:
+def _target_ids_S(batch: PackedBatch, head: Head, loss: LossConfig) -> Tensor:
     """The target's greedy next token at each row position, [S]: sent along, or computed here once per position."""
     if batch.target_ids is not None:
         return batch.target_ids[0]
@@ -196,8 +154,8 @@ def _target_ids_S(batch: PackedBatch, head: OutputHead, loss: LossConfig) -> Ten
         return head.target_ids(batch.verifier_last_hidden_packed[0], loss.chunk_size)
 
 
-def _label_rows_S(batch: PackedBatch, head: DrafterHead, loss: LossConfig) -> Tensor:
-    """The target's best kept token at each row position, [S], by row of a reduced head."""
-    assert batch.verifier_last_hidden_packed is not None, "a reduced vocabulary is trained with send = last_hidden"
+def _label_rows_S(batch: PackedBatch, head: Head, target_ids_S: Tensor, loss: LossConfig) -> Tensor:
+    """Row of the head that is taught for what the target says at each row position, [S]."""
+    last = batch.verifier_last_hidden_packed
     with torch.no_grad():
-        return head.label_rows(batch.verifier_last_hidden_packed[0], loss.chunk_size)
+        return head.label_rows(target_ids_S, None if last is None else last[0], loss.chunk_size)

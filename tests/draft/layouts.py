@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from draftline.config import DFlashConfig, LossConfig
 from draftline.draft.attention import Attention, DenseAttention
+from draftline.draft.block import FrozenTarget
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch, StepMetrics
-from draftline.targets.head import ReducedHead, TargetHead
-from draftline.train.step import FrozenTarget, row_loss
+from draftline.targets.head import TargetHead
+from draftline.train.step import row_loss
 
 VOCABULARY = 48
 WIDTH = 16
@@ -80,8 +81,7 @@ class TinyTarget(nn.Module):
         return torch.cat([self.lm_head(self.norm(part)).argmax(-1) for part in last_hidden.split(chunk_size)])
 
     def frozen(self, kept_ids: Tensor | None = None) -> FrozenTarget:
-        reduced = None if kept_ids is None else ReducedHead(TargetHead(self.norm, self.lm_head), kept_ids)
-        return FrozenTarget(self.embedding, self, reduced)
+        return FrozenTarget(self.embedding, TargetHead(self.norm, self.lm_head).of_rows(kept_ids))
 
 
 def make_row(

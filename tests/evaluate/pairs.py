@@ -10,14 +10,14 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftline.config import DFlashConfig, LossConfig
 from draftline.data.sampler import RowPlan
-from draftline.draft.anchors import draw_anchors
 from draftline.draft.attention import GroupedAttention
+from draftline.draft.block import FrozenTarget, draw_anchors
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import generate_plain
 from draftline.records import Sample
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, build_target
-from draftline.train.step import FrozenTarget, train_step
+from draftline.train.step import train_step
 from draftline.transfer.pack import pack
 
 VOCABULARY = 64

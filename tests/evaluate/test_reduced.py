@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from draftline.draft.anchors import block_input_ids
+from draftline.draft.block import block_input_ids
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.evaluate.generate import BlockDrafter, generate, generate_plain

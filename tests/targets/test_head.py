@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from draftline.errors import TargetError
-from draftline.targets.head import ReducedHead, TargetHead, head_of_drafter
+from draftline.targets.head import ReducedHead, TargetHead
 from draftline.targets.model import build_target
 from tests.targets.families import FAMILIES, random_ids, tiny
 
@@ -106,18 +106,21 @@ def test_the_cap_follows_the_multiplier_and_gradients_pass() -> None:
 def test_a_reduced_head_gives_the_logits_of_its_tokens(family: str) -> None:
     target = build_target(family, tiny(family), None)
     kept_ids = torch.tensor([1, 4, 5, 20])
-    reduced = head_of_drafter(target.head, kept_ids)
+    reduced = target.head.of_rows(kept_ids)
     last_hidden = torch.randn(3, 7, target.hidden_size, generator=torch.Generator().manual_seed(0))
     whole = target.head(last_hidden)
     torch.testing.assert_close(reduced(last_hidden), whole[..., kept_ids])
     assert isinstance(reduced, ReducedHead)
-    rows = reduced.label_rows(last_hidden, chunk_size=4)
+    ids = reduced.target_ids(last_hidden, chunk_size=4)
+    assert torch.equal(ids, whole.argmax(-1))
+    rows = reduced.label_rows(ids, last_hidden, chunk_size=4)
     hidden = torch.full_like(whole, float("-inf"))
     hidden[..., kept_ids] = whole[..., kept_ids]
     assert torch.equal(reduced.to_target_ids(rows), hidden.argmax(-1))
     spread = reduced.to_whole(reduced(last_hidden).softmax(-1))
     torch.testing.assert_close(spread, hidden.softmax(-1))
-    assert head_of_drafter(target.head, None) is target.head
+    assert target.head.of_rows(None) is target.head is target.head.whole is reduced.whole
+    assert target.head.label_rows(ids, None) is ids is target.head.to_target_ids(ids)
 
 
 def test_a_mapping_of_another_table_is_refused() -> None:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from draftline.config import DFlashConfig, LossConfig
-from draftline.draft.anchors import draw_anchors
 from draftline.draft.attention import BlockLayout, DenseAttention, GroupedAttention
+from draftline.draft.block import FrozenTarget, draw_anchors
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import PipelineError, UpdateError
 from draftline.records import PackedBatch
-from draftline.train.step import FrozenTarget, StepResult, row_loss, train_step
+from draftline.targets.head import TargetHead
+from draftline.train.step import StepResult, row_loss, train_step
 from tests.draft.layouts import VOCABULARY, TinyTarget, drafter, drafter_config, make_row
 
 DOUBLE = torch.float64
@@ -212,10 +213,11 @@ def test_clipping_bounds_the_update_and_reports_the_norm_before() -> None:
     assert_same_gradients(found, wanted)
 
 
-class CountingHead:
+class CountingHead(TargetHead):
     """TinyTarget's head, which writes down what it is asked."""
 
     def __init__(self) -> None:
+        super().__init__(TARGET.norm, TARGET.lm_head)
         self.logit_rows: list[int] = []
         self.last_hidden: list[Tensor] = []
 
@@ -223,7 +225,7 @@ class CountingHead:
         self.logit_rows.append(hidden.shape[0])
         return TARGET.logits(hidden)
 
-    def target_ids(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
+    def target_ids(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:
         self.last_hidden.append(last_hidden)
         return TARGET.target_ids(last_hidden, chunk_size)
 
@@ -272,14 +274,11 @@ class Oracle(nn.Module):
         return 20.0 * nn.functional.one_hot(self.said_AP.flatten(), VOCABULARY).to(DOUBLE)[None]
 
 
-class HandThrough:
+class HandThrough(TargetHead):
     """A head whose logits are the drafter's output."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden * 1.0
-
-    def target_ids(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
-        return TARGET.target_ids(last_hidden, chunk_size)
 
 
 @pytest.mark.parametrize("sample_from_anchor", [False, True])
@@ -295,7 +294,7 @@ def test_true_next_tokens_score_the_maximum_and_shifted_ones_nothing(
     anchors = torch.arange(5, 15)
     first = anchors[:, None] + torch.arange(4) + (0 if sample_from_anchor else -1)
     model = Oracle(config, ids[0, first + shift])
-    frozen = FrozenTarget(TARGET.embedding, HandThrough())
+    frozen = FrozenTarget(TARGET.embedding, HandThrough(TARGET.norm, TARGET.lm_head))
     _, metrics = row_loss(model, batch, anchors, frozen, LossConfig(), GroupedAttention)  # type: ignore[arg-type]
     assert metrics.accuracy == accuracy
     assert metrics.streak == accuracy * config.num_speculative_tokens

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from draftline.audit.subject import AuditSubject
-from draftline.draft import anchors as anchors_module
 from draftline.draft import attention as attention_module
+from draftline.draft import block as block_module
 from draftline.draft.attention import BlockLayout, DenseAttention, LayerKind, dense_mask
 from draftline.draft.model import DFlashAttention, DFlashDraftModel
 from draftline.records import PackedBatch
@@ -560,7 +560,7 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
             return positions
         return np.sort(np.random.default_rng(seed).choice(positions, size=count, replace=True))
 
-    patch.setattr(anchors_module, "_draw", draw)
+    patch.setattr(block_module, "_draw", draw)
     return subject
 
 

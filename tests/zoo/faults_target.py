@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from transformers import Gemma2Config, GraniteConfig
 
 from draftline.audit.subject import AuditSubject
+from draftline.draft.block import FrozenTarget
 from draftline.records import CapturedSample, Sample
 from draftline.targets.capture import HookCapture
 from draftline.targets.head import TargetHead
 from draftline.targets.loop import TargetForwardLoop, pad_right
-from draftline.train.step import FrozenTarget
 from tests.zoo.fault import capturing, fault, layer_part, losing, noise, packing, with_config, with_samples, with_states
 from tests.zoo.pipeline import SMALL, Recipe, chat_tokenizer, llama, qwen3
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from draftline.audit.subject import AuditSubject
+from draftline.draft import block as block_module
 from draftline.draft import loss as loss_module
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import StepMetrics
@@ -86,7 +87,7 @@ def _label_shift(patch: Patch, by: int) -> None:
     patch.setattr(
         step_module,
         "slot_labels",
-        lambda anchors, ids, block, from_anchor, shift: clean(anchors, ids, block, from_anchor, shift=shift + by),
+        lambda predicted, ids, shift: clean(predicted, ids, shift=shift + by),
     )
 
 
@@ -157,8 +158,8 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
 
 
 def _slots(patch: Patch, change: Callable[..., Tensor]) -> None:
-    clean = step_module.supervised_slots
-    patch.setattr(step_module, "supervised_slots", lambda *args: change(clean(*args), *args))
+    clean = block_module.supervised_slots
+    patch.setattr(block_module, "supervised_slots", lambda *args: change(clean(*args), *args))
 
 
 @fault("the anchor's own slot carries a loss", "B41", "LOS005")
@@ -185,9 +186,9 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
 
 @fault("blocks reach into the next conversation", "B51", "LOS005")
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    clean = step_module.supervised_slots
+    clean = block_module.supervised_slots
     patch.setattr(
-        step_module,
+        block_module,
         "supervised_slots",
         lambda anchors, mask, documents, *rest: clean(anchors, torch.ones_like(mask), documents * 0, *rest),
     )
@@ -202,9 +203,9 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
 
 @fault("the mask is read at the slot's own place", "B45", "LOS005")
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    clean = step_module.supervised_slots
+    clean = block_module.supervised_slots
     patch.setattr(
-        step_module,
+        block_module,
         "supervised_slots",
         lambda anchors, mask, *rest: clean(anchors, mask | mask.roll(1), *rest),
     )
@@ -474,11 +475,8 @@ def _labels(patch: Patch, change: Callable[[Tensor, Callable[[int], Tensor]], Te
     """Other labels [A, P]: from the right ones, and from those of another shift."""
     clean = step_module.slot_labels
 
-    def slot_labels(anchors: Tensor, ids: Tensor, block: int, from_anchor: bool, shift: int) -> Tensor:
-        return change(
-            clean(anchors, ids, block, from_anchor, shift),
-            lambda by: clean(anchors, ids, block, from_anchor, shift + by),
-        )
+    def slot_labels(predicted: Tensor, ids: Tensor, shift: int) -> Tensor:
+        return change(clean(predicted, ids, shift), lambda by: clean(predicted, ids, shift + by))
 
     patch.setattr(step_module, "slot_labels", slot_labels)
 
@@ -497,25 +495,25 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
 
 @fault("a block reaches into the first token of the next conversation", "B51", "LOS005")
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    clean = step_module.supervised_slots
+    clean = block_module.supervised_slots
 
     def slots(anchors: Tensor, mask: Tensor, documents: Tensor, block: int, from_anchor: bool) -> Tensor:
         border = torch.cat([documents[:1] != documents[:1], documents[1:] != documents[:-1]])
         return clean(anchors, mask, documents - border.to(documents), block, from_anchor)
 
-    patch.setattr(step_module, "supervised_slots", slots)
+    patch.setattr(block_module, "supervised_slots", slots)
     return subject
 
 
 @fault("the last token of an answer carries no loss", "B105", "LOS005")
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    clean = step_module.supervised_slots
+    clean = block_module.supervised_slots
 
     def slots(anchors: Tensor, mask: Tensor, documents: Tensor, *rest: Any) -> Tensor:
         ends = mask & ~torch.cat([mask[1:], mask[:1] & ~mask[:1]])
         return clean(anchors, mask & ~ends, documents, *rest)
 
-    patch.setattr(step_module, "supervised_slots", slots)
+    patch.setattr(block_module, "supervised_slots", slots)
     return subject
 
 

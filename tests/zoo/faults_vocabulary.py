@@ -27,7 +27,7 @@ def _kept_ids(subject: AuditSubject) -> Tensor:
 
 
 def _head(subject: AuditSubject) -> ReducedHead:
-    head = subject.frozen.draft_head
+    head = subject.frozen.head
     assert isinstance(head, ReducedHead)
     return head
 
@@ -35,7 +35,7 @@ def _head(subject: AuditSubject) -> ReducedHead:
 def _kept(subject: AuditSubject, kept_ids: Tensor) -> AuditSubject:
     """The subject with another mapping, in drafter and loss alike."""
     subject.draft_model.keep_tokens(kept_ids)
-    return replace(subject, frozen=replace(subject.frozen, draft_head=ReducedHead(subject.target.head, kept_ids)))
+    return replace(subject, frozen=replace(subject.frozen, head=ReducedHead(subject.target.head, kept_ids)))
 
 
 @fault("d2t holds absolute ids", "P9", "DRF013", REDUCED)
@@ -72,13 +72,13 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
 
 @fault("the loss uses the whole head", "B65", "DRF013", REDUCED)
 def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return replace(subject, frozen=replace(subject.frozen, draft_head=None))
+    return replace(subject, frozen=replace(subject.frozen, head=subject.frozen.head.whole))
 
 
 @fault("a reduced head that nobody asked for", "B67", "DRF013", LAST_HIDDEN)
 def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
     head = ReducedHead(subject.target.head, torch.arange(32))
-    return replace(subject, frozen=replace(subject.frozen, draft_head=head))
+    return replace(subject, frozen=replace(subject.frozen, head=head))
 
 
 @fault("the most frequent tokens left out", "P9", "DAT012", REDUCED)
@@ -91,8 +91,7 @@ def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
 
 @fault("labels outside the vocabulary become its first row", "P9", "LOS002", REDUCED)
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    def label_rows(head: ReducedHead, last_hidden: Tensor, _chunk_size: int) -> Tensor:
-        ids = subject.target.head.target_ids(last_hidden)
+    def label_rows(head: ReducedHead, ids: Tensor, _last_hidden: Tensor, _chunk_size: int) -> Tensor:
         return (ids[:, None] == head.kept_ids).long().argmax(-1)
 
     patch.setattr(ReducedHead, "label_rows", label_rows)
@@ -101,11 +100,7 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
 
 @fault("drafted rows are taken for tokens", "P9", "EVL002", REDUCED)
 def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    class Unmapped(ReducedHead):
-        def to_target_ids(self, rows: Tensor) -> Tensor:
-            return rows
-
-    patch.setattr(generate_module, "head_of_drafter", Unmapped)
+    patch.setattr(generate_module, "greedy_tokens", lambda hidden, head: head.logits(hidden).argmax(-1))
     return subject
 
 

@@ -9,9 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftline.draft.anchors import draw_anchors, eligible_anchors, slot_labels, slot_weights, supervised_slots
+from draftline.draft.block import (
+    Blocks,
+    draw_anchors,
+    eligible_anchors,
+    greedy_tokens,
+    predicted_positions,
+    slot_labels,
+    slot_weights,
+    supervised_slots,
+)
 from draftline.records import PackedBatch
-from tests.draft.layouts import make_row
+from tests.draft.layouts import WIDTH, TinyTarget, drafter_config, make_row
 
 
 def mask_of(length: int, *spans: tuple[int, int]) -> torch.Tensor:
@@ -54,8 +63,8 @@ def test_supervised_slots_are_the_run_that_nested_loops_find(
 
 def test_labels_are_the_tokens_after_the_anchor() -> None:
     ids_S = torch.arange(10, 26)
-    anchors = torch.tensor([3])
-    labels = slot_labels(anchors, ids_S, block_size=4, sample_from_anchor=False, shift=0)
+    predicted = predicted_positions(torch.tensor([3]), block_size=4, sample_from_anchor=False)
+    labels = slot_labels(predicted, ids_S, shift=0)
     assert labels[0, 1:].tolist() == ids_S[4:7].tolist()
     weights = slot_weights(4, decay_gamma=2.0, sample_from_anchor=False)
     assert weights[0] == 0.0
@@ -63,10 +72,11 @@ def test_labels_are_the_tokens_after_the_anchor() -> None:
 
 
 def test_labels_of_the_target_stand_one_position_earlier() -> None:
-    predicted_S = torch.arange(100, 116)
-    assert slot_labels(torch.tensor([3]), predicted_S, 4, False, shift=-1)[0, 1:].tolist() == [103, 104, 105]
-    assert slot_labels(torch.tensor([3]), predicted_S, 4, True, shift=-1)[0].tolist() == [103, 104, 105, 106]
-    assert slot_labels(torch.tensor([3]), predicted_S, 4, True, shift=0)[0].tolist() == [104, 105, 106, 107]
+    ids_S = torch.arange(100, 116)
+    after, from_anchor = (predicted_positions(torch.tensor([3]), 4, layout) for layout in (False, True))
+    assert slot_labels(after, ids_S, shift=-1)[0, 1:].tolist() == [103, 104, 105]
+    assert slot_labels(from_anchor, ids_S, shift=-1)[0].tolist() == [103, 104, 105, 106]
+    assert slot_labels(from_anchor, ids_S, shift=0)[0].tolist() == [104, 105, 106, 107]
 
 
 def test_weights_start_at_one_where_the_first_slot_predicts() -> None:
@@ -175,3 +185,29 @@ def test_row_without_supervision_has_no_anchors() -> None:
     anchors = draw_anchors(make_row([5, 4], mask_of(9)), num_anchors=3, seed=0)
     assert anchors.tolist() == []
     assert anchors.dtype == torch.int64
+
+
+@pytest.mark.parametrize("sample_from_anchor", [False, True])
+def test_blocks_of_a_document_are_those_of_a_row_that_holds_it_alone_and_is_all_answer(
+    sample_from_anchor: bool,
+) -> None:
+    """Slot by slot, from the description in words."""
+    config = drafter_config({"sample_from_anchor": sample_from_anchor})
+    batch, anchors, first = make_row((9,), mask_of(9, (0, 8))), [0, 3, 7], int(not sample_from_anchor)
+    of_row = Blocks.of_row(batch, torch.tensor(anchors), config)
+    of_document = Blocks.of_document(batch.input_ids[0], torch.tensor(anchors), config)
+    for blocks in (of_row, of_document):
+        assert blocks.ids_AP.tolist() == [[int(batch.input_ids[0, a]), *[config.mask_token_id] * 3] for a in anchors]
+        assert blocks.predicted_AP.tolist() == [[a + k + 1 - first for k in range(4)] for a in anchors]
+        assert blocks.supervised_AP.tolist() == [
+            [k >= first and a + k + 1 - first < 9 for k in range(4)] for a in anchors
+        ]
+        assert blocks.layout.position_ids_Q.tolist() == [a + k for a in anchors for k in range(4)]
+
+
+def test_what_is_said_are_tokens_of_the_target_whatever_rows_the_head_has() -> None:
+    target, hidden = TinyTarget(), torch.randn(5, 3, WIDTH, generator=torch.Generator().manual_seed(0))
+    kept_ids = torch.tensor([2, 3, 11, 40])
+    logits = hidden @ target.lm_head.weight.T
+    assert torch.equal(greedy_tokens(hidden, target.frozen().head), logits.argmax(-1))
+    assert torch.equal(greedy_tokens(hidden, target.frozen(kept_ids).head), kept_ids[logits[..., kept_ids].argmax(-1)])
