@@ -15,8 +15,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from draftline.data.conversations import Conversation, Message
-from draftline.data.render import Refusal, RenderedConversation, render_conversation
+from draftline.data.conversations import Conversation, Message, Unusable
+from draftline.data.render import RenderedConversation, render_conversation
 from draftline.data.template import ChatTemplate
 from draftline.errors import TemplateError
 
@@ -84,7 +84,7 @@ def report(path: Path) -> TemplateReport:
             rendered = render_conversation(template, chat)
         except TemplateError as error:
             return TemplateReport(path.stem, [], [], [], False, str(error))
-        if isinstance(rendered, Refusal):
+        if isinstance(rendered, Unusable):
             if not runs:
                 return TemplateReport(path.stem, [], [], [], False, rendered.reason)
             runs.append([])

@@ -15,10 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from draftline.data.checks import check_answers, settle_roles, special_pattern
 from draftline.data.conversations import Chat, Conversation, FormattedText, ParsedRow, TokenRow, Unusable, hash_json
-from draftline.data.formatted import check_tokens, render_text
 from draftline.data.heldout import HeldoutPrompts
 from draftline.data.readers import RawRow, read_rows, total_bytes
-from draftline.data.render import MaskOptions, Refusal, RenderedConversation, render_conversations
+from draftline.data.render import MaskOptions, RenderedConversation, check_tokens, render_conversations, render_text
 from draftline.data.report import Accounting
 from draftline.data.shapes import parse_row
 from draftline.data.template import ChatTemplate
@@ -181,7 +180,7 @@ class Preparation:
         return check_answers(Chat(answered, notes), answered_later=False)
 
     def _render(
-        self, parsed: ParsedRow, rendered: Iterator[RenderedConversation | Refusal]
+        self, parsed: ParsedRow, rendered: Iterator[RenderedConversation | Unusable]
     ) -> RenderedConversation | Unusable:
         if isinstance(parsed, Unusable):
             return parsed

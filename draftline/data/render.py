@@ -1,8 +1,10 @@
-"""From a conversation to token ids and the loss mask.
+"""From a row to token ids and the loss mask.
 
 The ids are exactly what the target's own chat template gives for the whole conversation, tokenised once. The mask is
 true on the tokens that lie wholly inside an answer's span; a token that the tokenizer merged from the template's text
 and the answer's is not supervised, because no target ever generates it there.
+
+Rows that come without messages are taken as they are: text that already went through a template, and token ids.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from draftline.data.conversations import Conversation, Message
+from draftline.data.conversations import Conversation, FormattedText, Message, TokenRow, Unusable
 from draftline.data.spans import AnswerNotFound, TurnSpan, locate_answers
 from draftline.data.template import ChatTemplate, Refused
 
@@ -57,52 +59,44 @@ class RenderedConversation:
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a conversation cannot be rendered: its name in the report, and more for whoever wants to fix it."""
-
-    reason: str
-    detail: str = ""
-
-
 def render_conversations(
     template: ChatTemplate, conversations: Sequence[Conversation], options: MaskOptions
-) -> list[RenderedConversation | Refusal]:
+) -> list[RenderedConversation | Unusable]:
     """Render many conversations.
 
     The tokenizer, which needs no Python lock, works on one batch while the template renders the next.
     """
-    results: list[RenderedConversation | Refusal] = []
+    results: list[RenderedConversation | Unusable] = []
     with ThreadPoolExecutor(max_workers=1) as pool:
         batches = []
         for start in range(0, len(conversations), _BATCH):
             batch = conversations[start : start + _BATCH]
             located = [_locate(template, conversation) for conversation in batch]
-            texts = [item[0] for item in located if not isinstance(item, Refusal)]
+            texts = [item[0] for item in located if not isinstance(item, Unusable)]
             batches.append((batch, located, pool.submit(template.encode, texts)))
         for batch, located, tokenised in batches:
             encodings = iter(tokenised.result())
             results += [
                 item
-                if isinstance(item, Refusal)
+                if isinstance(item, Unusable)
                 else _to_tokens(item[0], next(encodings), item[1], conversation.messages, options)
                 for item, conversation in zip(located, batch, strict=True)
             ]
     return results
 
 
-def _locate(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[TurnSpan]] | Refusal:
+def _locate(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[TurnSpan]] | Unusable:
     try:
         return locate_answers(template, conversation)
     except Refused as refused:
-        return Refusal(f"template_refused: {refused}")
+        return Unusable(f"template_refused: {refused}")
     except AnswerNotFound as error:
-        return Refusal("mask_not_found", str(error))
+        return Unusable("mask_not_found", str(error))
 
 
 def render_conversation(
     template: ChatTemplate, conversation: Conversation, options: MaskOptions | None = None
-) -> RenderedConversation | Refusal:
+) -> RenderedConversation | Unusable:
     """Render one conversation."""
     return render_conversations(template, [conversation], options or MaskOptions())[0]
 
@@ -159,3 +153,72 @@ def token_mask(offsets: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, i
     for start, end in ranges:
         mask |= (starts >= start) & (ends <= end) & (ends > start)
     return mask
+
+
+def render_text(template: ChatTemplate, row: FormattedText, options: MaskOptions) -> RenderedConversation | Unusable:
+    """Tokenise text as it stands, and supervise what lies between a generation prompt and the end of a turn.
+
+    The template is not applied again. A begin-of-text token is added only if the tokenizer adds one by itself and the
+    text does not begin with it.
+    """
+    encoding = template.encode([row.text])[0]
+    ids = np.array(encoding.ids, dtype=np.int32)
+    offsets = list(encoding.offsets)
+    automatic = template.tokenizer("")["input_ids"]
+    bos = template.tokenizer.bos_token_id
+    if bos is not None and bos in automatic and (not len(ids) or ids[0] != bos):
+        ids, offsets = np.concatenate([[bos], ids]).astype(np.int32), [(0, 0), *offsets]
+    if options.supervise == "all":
+        return RenderedConversation(row.text, ids, np.ones(len(ids), dtype=bool))
+    ranges = _marked_ranges(template, row.text)
+    if options.supervise == "last":
+        ranges = ranges[-1:]
+    if not ranges:
+        return Unusable("no_answer_markers_in_text")
+    return RenderedConversation(row.text, ids, token_mask(offsets, ranges))
+
+
+def _marked_ranges(template: ChatTemplate, text: str) -> list[tuple[int, int]]:
+    """Characters between each generation prompt of the target's template and the next end of a turn."""
+    ranges: list[tuple[int, int]] = []
+    if not template.tokenizer.chat_template:
+        return ranges
+    marks = template.turn_ends(Conversation(messages=()))
+    if not marks.generation_prompt:
+        return ranges
+    at = text.find(marks.generation_prompt)
+    while at >= 0:
+        start = at + len(marks.generation_prompt)
+        at = text.find(marks.generation_prompt, start)
+        limit = at if at >= 0 else len(text)
+        found = [(text.find(end, start, limit), end) for end in {marks.middle, marks.last} if end]
+        ends = [position + len(end) for position, end in found if position >= 0]
+        ranges.append((start, min(ends, default=limit)))
+    return ranges
+
+
+def check_tokens(row: TokenRow, vocab_size: int, options: MaskOptions) -> RenderedConversation | Unusable:
+    """Take token ids as they are if they fit the target's vocabulary and the mask fits them.
+
+    With `supervise` all, every token is supervised and a mask is not needed; with last, the last run of the mask.
+    """
+    given = [1] * len(row.input_ids) if options.supervise == "all" else row.loss_mask
+    if not row.input_ids:
+        return Unusable("empty")
+    if given is None:
+        return Unusable("no_loss_mask")
+    if len(row.input_ids) != len(given):
+        return Unusable("mask_length_differs")
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in row.input_ids):
+        return Unusable("bad_input_ids")
+    if min(row.input_ids) < 0 or max(row.input_ids) >= vocab_size:
+        return Unusable("id_outside_vocabulary")
+    if any(value not in (0, 1) for value in given):
+        return Unusable("mask_not_0_or_1")
+    if not any(given):
+        return Unusable("nothing_supervised")
+    mask = np.array([value == 1 for value in given], dtype=bool)
+    if options.supervise == "last":
+        before = np.flatnonzero(~mask[: np.flatnonzero(mask)[-1]])
+        mask[: before[-1] + 1 if len(before) else 0] = False
+    return RenderedConversation("", np.array(row.input_ids, dtype=np.int32), mask)

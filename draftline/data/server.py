@@ -16,7 +16,7 @@ import httpx
 
 from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answer_key, counted
 from draftline.data.conversations import Conversation, Unusable
-from draftline.data.messages import BadRow, parse_call
+from draftline.data.shapes import BadRow, parse_call
 from draftline.errors import ServerError
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})

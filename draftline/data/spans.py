@@ -16,10 +16,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Literal
 
-from draftline.data.conversations import Conversation
-from draftline.data.parts import Part, assistant_parts, substitute
+from draftline.data.conversations import Conversation, Message
 from draftline.data.template import (
     WRAPPERS,
     ChatTemplate,
@@ -32,8 +32,16 @@ from draftline.data.template import (
 )
 from draftline.errors import TemplateError
 
+PartKind = Literal["reasoning", "content", "call"]
+
+Place = tuple[int, int] | None
+"""Characters of a part in the rendering; None if the template left it out."""
+
 _SENTINEL = "qzPARTzq{}qz"
 _SENTINEL_FOUND = re.compile(r"qzPARTzq(\d+)qz")
+
+# Reasoning that is part of the content. Templates split at the closing tag; the opening one may be missing.
+_THINKING = re.compile(r"^(\s*<think>\s*)?(.*?)(\s*</think>\s*)", re.DOTALL)
 
 
 class AnswerNotFound(TemplateError):
@@ -61,63 +69,161 @@ class TurnSpan:
     reasoning_lost: bool = False
 
 
+@dataclass(frozen=True)
+class Part:
+    """One text that the assistant wrote, to be replaced without disturbing its surroundings.
+
+    Attributes:
+        turn: index of the message.
+        kind: what the text is.
+        path: keys from the message to the field that holds it.
+        text: the text itself, never empty.
+        before, after: the rest of the field up to the next part; a field is the sum of all its parts with these.
+    """
+
+    turn: int
+    kind: PartKind
+    path: tuple[str | int, ...]
+    text: str
+    before: str = ""
+    after: str = ""
+
+
 def locate_answers(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[TurnSpan]]:
     """Render the conversation, and return the text and the span of every assistant turn that it shows.
 
     Costs two renderings where the template leaves the assistant's texts as they are (or trims them), two more for
     every text otherwise, and one for every turn that ends in a tool call before the end of the conversation.
-    Raises `Refused` if the template does not take the conversation, `AnswerNotFound` if it shows no stable place for
-    an answer, `TemplateError` if it never does.
+
+    Raises:
+        Refused: the template does not take the conversation.
+        AnswerNotFound: it shows no stable place for an answer.
+        TemplateError: it never does.
     """
-    messages = template.messages(conversation)
-    rendering = template.render(messages, conversation)
-    parts = assistant_parts(conversation.messages)
-    places = _align_sentinels(template, conversation, messages, parts, rendering.text)
+    rendering = template.render(template.messages(conversation), conversation)
+    chat = _Chat(template, conversation, assistant_parts(conversation.messages), rendering.text)
+    places = chat.align_sentinels()
     if places is None:
-        parts = assistant_parts(conversation.messages, empty_block_is_markup=True)
-        places = _align_sentinels(template, conversation, messages, parts, rendering.text)
+        chat = replace(chat, parts=assistant_parts(conversation.messages, empty_block_is_markup=True))
+        places = chat.align_sentinels()
     if places is None:
-        places = [_align_wrapped(template, conversation, messages, parts, part, rendering.text) for part in parts]
-    spans = _turn_spans(template, conversation, messages, parts, places, rendering.text)
-    return rendering.text, _narrow_to_markers(spans, rendering)
+        places = [chat.align_wrapped(part) for part in chat.parts]
+    return rendering.text, _narrow_to_markers(chat.turn_spans(places), rendering)
 
 
-Place = tuple[int, int] | None
-"""Characters of a part in the rendering; None if the template left it out."""
+@dataclass(frozen=True)
+class _Chat:
+    """A conversation with the texts of its assistant, and how the template renders it."""
 
+    template: ChatTemplate
+    conversation: Conversation
+    parts: Sequence[Part]
+    text: str
 
-def _align_sentinels(
-    template: ChatTemplate, conversation: Conversation, messages: list[dict[str, Any]], parts: Sequence[Part], text: str
-) -> list[Place] | None:
-    """Places of all parts from one more rendering; None if the template alters the parts, or acts on their text."""
-    sentinels = [_SENTINEL.format(number) for number in range(len(parts))]
-    try:
-        probe = template.render(substitute(messages, parts, sentinels), conversation).text
-    except Refused:
-        return None
-    places: list[Place] = [None] * len(parts)
-    at, probe_at = 0, 0
-    pending: int | None = None
-    for number, sentinel in enumerate([*sentinels, ""]):
-        found = probe.find(sentinel, probe_at) if sentinel else len(probe)
-        if found < 0:
-            if sentinel in probe:
-                return None  # written in another order than the parts have
-            continue
-        # A template may repeat a part elsewhere, such as the name of a function with its result.
-        literal = _SENTINEL_FOUND.sub(lambda match: parts[int(match.group(1))].text, probe[probe_at:found])
-        if pending is None:
-            if not text.startswith(literal):
-                return None
-            at = len(literal)
-        else:
-            end = _fit(text, at, parts[pending].text, literal)
-            if end is None:
-                return None
-            places[pending] = (at, end)
-            at = end + len(literal)
-        pending, probe_at = number, found + len(sentinel)
-    return places if at == len(text) else None
+    @cached_property
+    def messages(self) -> list[dict[str, Any]]:
+        return self.template.messages(self.conversation)
+
+    def rendered(self, texts: Sequence[str], turns: int | None = None) -> str:
+        """The text of the first `turns` messages (of all if None) with other texts in the places of their parts."""
+        parts = [part for part in self.parts if turns is None or part.turn < turns]
+        return self.template.render(substitute(self.messages[:turns], parts, texts), self.conversation).text
+
+    def align_sentinels(self) -> list[Place] | None:
+        """Places of all parts from one more rendering; None if the template alters them, or acts on their text."""
+        text, parts = self.text, self.parts
+        sentinels = [_SENTINEL.format(number) for number in range(len(parts))]
+        try:
+            probe = self.rendered(sentinels)
+        except Refused:
+            return None
+        places: list[Place] = [None] * len(parts)
+        at, probe_at = 0, 0
+        pending: int | None = None
+        for number, sentinel in enumerate([*sentinels, ""]):
+            found = probe.find(sentinel, probe_at) if sentinel else len(probe)
+            if found < 0:
+                if sentinel in probe:
+                    return None  # written in another order than the parts have
+                continue
+            # A template may repeat a part elsewhere, such as the name of a function with its result.
+            literal = _SENTINEL_FOUND.sub(lambda match: parts[int(match.group(1))].text, probe[probe_at:found])
+            if pending is None:
+                if not text.startswith(literal):
+                    return None
+                at = len(literal)
+            else:
+                end = _fit(text, at, parts[pending].text, literal)
+                if end is None:
+                    return None
+                places[pending] = (at, end)
+                at = end + len(literal)
+            pending, probe_at = number, found + len(sentinel)
+        return places if at == len(text) else None
+
+    def align_wrapped(self, wanted: Part) -> Place:
+        """Place of one part from two renderings that differ in the letters around it."""
+        first, second = (
+            self.rendered([letter + part.text + letter if part is wanted else part.text for part in self.parts])
+            for letter in WRAPPERS
+        )
+        if first == second:
+            return None
+        place = place_between(first, second, self.text)
+        if place is None:
+            before = shared_start(first, second)
+            raise AnswerNotFound(
+                f"the loss mask cannot be found: the chat template renders turn {wanted.turn + 1} differently when its "
+                f"text changes, once as {_around(self.text, before)!r}, once as {_around(first, before)!r}; "
+                "put {% generation %} markers into the template"
+            )
+        if wanted.kind == "call" and self.text.startswith(wanted.text, place[0]):
+            return place[0], place[0] + len(wanted.text)  # the name may be repeated with the result of the call
+        return place
+
+    def turn_spans(self, places: Sequence[Place]) -> list[TurnSpan]:
+        """The spans of all turns of which the template shows a part."""
+        text, ends = self.text, self.template.turn_ends(self.conversation)
+        spans: list[TurnSpan] = []
+        for turn in sorted({part.turn for part in self.parts}):
+            own = [(part, place) for part, place in zip(self.parts, places, strict=True) if part.turn == turn]
+            shown = [(part, place) for part, place in own if place is not None]
+            if not shown:
+                continue
+            first, (start, _) = shown[0]
+            rest = [place[0] for part, place in shown if part.kind != "reasoning"]
+            text_end = shown[-1][1][1]
+            start = _opening(text, spans[-1].end if spans else 0, start, ends, first)
+            by_call = shown[-1][0].kind == "call"
+            end = _known_end(text, text_end, (ends.middle, ends.last)) if not by_call else None
+            spans.append(
+                TurnSpan(
+                    turn=turn,
+                    start=start,
+                    content_start=min(rest, default=text_end) if first.kind == "reasoning" else start,
+                    text_end=text_end,
+                    end=self._compared_end(turn, text_end) if end is None else end,
+                    reasoning_lost=any(part.kind == "reasoning" and place is None for part, place in own),
+                )
+            )
+        return spans
+
+    def _compared_end(self, turn: int, text_end: int) -> int:
+        """End of a turn from a rendering that stops after it: what the two renderings share belongs to the turn."""
+        if turn == len(self.messages) - 1:
+            return len(self.text.rstrip())
+        kept = [part.text for part in self.parts if part.turn <= turn]
+        sentinel = _SENTINEL.format("last")
+        try:
+            stopped = self.rendered([*kept[:-1], sentinel], turns=turn + 1)
+        except Refused:
+            return text_end
+        after = self.text[text_end:]
+        tail = stopped[stopped.find(sentinel) + len(sentinel) :].replace(sentinel, kept[-1])
+        shared = self.template.whole_tokens(after, shared_start(tail, after))
+        if self.template.turn_ends(self.conversation).always_opens and len(shared) < len(tail):
+            shared = without_last_mark(shared)
+        return text_end + len(shared.rstrip())
 
 
 def _fit(text: str, at: int, part: str, literal: str) -> int | None:
@@ -128,74 +234,8 @@ def _fit(text: str, at: int, part: str, literal: str) -> int | None:
     return None
 
 
-def _align_wrapped(
-    template: ChatTemplate,
-    conversation: Conversation,
-    messages: list[dict[str, Any]],
-    parts: Sequence[Part],
-    wanted: Part,
-    text: str,
-) -> Place:
-    """Place of one part from two renderings that differ in the letters around it."""
-    first, second = (
-        template.render(
-            substitute(messages, parts, [w + p.text + w if p is wanted else p.text for p in parts]), conversation
-        ).text
-        for w in WRAPPERS
-    )
-    if first == second:
-        return None
-    place = place_between(first, second, text)
-    if place is None:
-        before = shared_start(first, second)
-        raise AnswerNotFound(
-            f"the loss mask cannot be found: the chat template renders turn {wanted.turn + 1} differently when its "
-            f"text changes, once as {_around(text, before)!r}, once as {_around(first, before)!r}; "
-            "put {% generation %} markers into the template"
-        )
-    if wanted.kind == "call" and text.startswith(wanted.text, place[0]):
-        return place[0], place[0] + len(wanted.text)  # the name may be repeated with the result of the call
-    return place
-
-
 def _around(text: str, at: int) -> str:
     return text[max(0, at - 60) : at + 60]
-
-
-def _turn_spans(
-    template: ChatTemplate,
-    conversation: Conversation,
-    messages: list[dict[str, Any]],
-    parts: Sequence[Part],
-    places: Sequence[Place],
-    text: str,
-) -> list[TurnSpan]:
-    ends = template.turn_ends(conversation)
-    spans: list[TurnSpan] = []
-    for turn in sorted({part.turn for part in parts}):
-        own = [(part, place) for part, place in zip(parts, places, strict=True) if part.turn == turn]
-        shown = [(part, place) for part, place in own if place is not None]
-        if not shown:
-            continue
-        first, (start, _) = shown[0]
-        rest = [place[0] for part, place in shown if part.kind != "reasoning"]
-        text_end = shown[-1][1][1]
-        start = _opening(text, spans[-1].end if spans else 0, start, ends, first)
-        by_call = shown[-1][0].kind == "call"
-        end = _known_end(text, text_end, (ends.middle, ends.last)) if not by_call else None
-        if end is None:
-            end = _compared_end(template, conversation, messages, parts, turn, text, text_end)
-        spans.append(
-            TurnSpan(
-                turn=turn,
-                start=start,
-                content_start=min(rest, default=text_end) if first.kind == "reasoning" else start,
-                text_end=text_end,
-                end=end,
-                reasoning_lost=any(part.kind == "reasoning" and place is None for part, place in own),
-            )
-        )
-    return spans
 
 
 def _opening(text: str, floor: int, start: int, ends: TurnEnds, first: Part) -> int:
@@ -225,32 +265,6 @@ def _known_end(text: str, text_end: int, ends: Sequence[str]) -> int | None:
     return None
 
 
-def _compared_end(
-    template: ChatTemplate,
-    conversation: Conversation,
-    messages: list[dict[str, Any]],
-    parts: Sequence[Part],
-    turn: int,
-    text: str,
-    text_end: int,
-) -> int:
-    """End of a turn from a rendering that stops after it: what the two renderings share belongs to the turn."""
-    if turn == len(messages) - 1:
-        return len(text.rstrip())
-    kept = [part for part in parts if part.turn <= turn]
-    sentinel = _SENTINEL.format("last")
-    texts = [sentinel if part is kept[-1] else part.text for part in kept]
-    try:
-        stopped = template.render(substitute(messages[: turn + 1], kept, texts), conversation).text
-    except Refused:
-        return text_end
-    tail = stopped[stopped.find(sentinel) + len(sentinel) :].replace(sentinel, kept[-1].text)
-    shared = template.whole_tokens(text[text_end:], shared_start(tail, text[text_end:]))
-    if template.turn_ends(conversation).always_opens and len(shared) < len(tail):
-        shared = without_last_mark(shared)
-    return text_end + len(shared.rstrip())
-
-
 def _narrow_to_markers(spans: list[TurnSpan], rendering: Rendering) -> list[TurnSpan]:
     """Where the template marks what is generated, nothing outside of its marks is supervised.
 
@@ -273,3 +287,61 @@ def _narrow_to_markers(spans: list[TurnSpan], rendering: Rendering) -> list[Turn
                 )
             )
     return narrowed
+
+
+def assistant_parts(messages: Sequence[Message], *, empty_block_is_markup: bool = False) -> list[Part]:
+    """All parts of all assistant turns, in the order in which templates write them.
+
+    A reasoning block without reasoning inside the content is text like any other, or markup that a template is free
+    to take out and write itself.
+    """
+    parts = []
+    for turn, message in enumerate(messages):
+        if message.role != "assistant":
+            continue
+        if message.reasoning_content:
+            parts.append(Part(turn, "reasoning", (message.reasoning_field,), message.reasoning_content))
+        parts += _content_parts(turn, message.content, empty_block_is_markup)
+        parts += [
+            Part(turn, "call", ("tool_calls", number, "function", "name"), call.function.name)
+            for number, call in enumerate(message.tool_calls)
+            if call.function.name
+        ]
+    return parts
+
+
+def _content_parts(turn: int, content: str, empty_block_is_markup: bool) -> list[Part]:
+    found = _THINKING.match(content)
+    if found is None or not (found.group(2) or empty_block_is_markup):
+        return [Part(turn, "content", ("content",), content)] if content else []
+    opening, thought, closing = found.group(1) or "", found.group(2), found.group(3)
+    answer = content[found.end() :]
+    if not thought:
+        return [Part(turn, "content", ("content",), answer, before=opening + closing)] if answer else []
+    after = "" if answer else closing
+    parts = [Part(turn, "reasoning", ("content",), thought, before=opening, after=after)]
+    return [*parts, Part(turn, "content", ("content",), answer, before=closing)] if answer else parts
+
+
+def substitute(messages: Sequence[dict[str, Any]], parts: Sequence[Part], texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages with the text of each part replaced; `parts` are all parts of the messages."""
+    copies = [_copy(message) for message in messages]
+    for part in parts:
+        _holder(copies, part)[part.path[-1]] = ""
+    for part, text in zip(parts, texts, strict=True):
+        _holder(copies, part)[part.path[-1]] += part.before + text + part.after
+    return copies
+
+
+def _copy(value: Any) -> Any:
+    """A copy of nested dictionaries and lists; many times faster than `copy.deepcopy`, which keeps track of cycles."""
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _holder(messages: list[dict[str, Any]], part: Part) -> Any:
+    holder: Any = messages[part.turn]
+    for key in part.path[:-1]:
+        holder = holder[key]
+    return holder

@@ -292,3 +292,19 @@ def test_ten_thousand_mutated_lines_never_raise(tmp_path: Path) -> None:
     assert report["rows_in"] == sum(bool(line.strip()) for line in lines)
     assert report["rows_in"] == report["rows_out"] + sum(entry["count"] for entry in report["dropped"].values())
     assert report["rows_out"] > 500
+
+
+def test_rows_that_need_no_template_need_no_template(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(None)
+    data = write(tmp_path / "ids.jsonl", [{"input_ids": [5, 6], "loss_mask": [0, 1]}, {"turns": ["hi"]}])
+    report = prepare(tokenizer, [data], tmp_path / "ids", PrepareOptions())
+    assert (report["rows_out"], list(report["dropped"])) == (1, ["no_chat_template"])
+    texts = write(tmp_path / "texts.jsonl", [{"text": "The answer."}])
+    with pytest.raises(DataError, match="learn all text with --supervise all"):
+        prepare(tokenizer, [texts], tmp_path / "texts", PrepareOptions())
+    whole = PrepareOptions(mask=MaskOptions(supervise="all"))
+    prepare(tokenizer, [texts], tmp_path / "texts", whole)
+    assert PreparedDataset.open(tmp_path / "texts").arrays(0)[1].all()
+    chats = write(tmp_path / "chats.jsonl", [{"prompt": "hi", "completion": "yo"}])
+    with pytest.raises(DataError, match="instruction-tuned version"):
+        prepare(tokenizer, [chats], tmp_path / "chats", PrepareOptions())

@@ -123,13 +123,6 @@ def test_tools_in_any_form(tools: object) -> None:
     assert parsed.conversation.tools == (TOOL,)
 
 
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
-def test_reasoning_is_given_to_the_template_under_its_own_name(field: str) -> None:
-    parsed = parse_row({"messages": [USER, {**ANSWER, field: "2+2"}]})
-    assert isinstance(parsed, Chat)
-    assert parsed.conversation.for_template()[1] == {"role": "assistant", "content": "yo", field: "2+2"}
-
-
 @pytest.mark.parametrize(("flag", "train"), [({"weight": 0}, False), ({"weight": 1}, True), ({"train": False}, False)])
 def test_train_flags(flag: dict[str, object], train: bool) -> None:
     parsed = parse_row({"messages": [USER, {**ANSWER, **flag}]})
