@@ -41,6 +41,7 @@ from draftline.recipes import quickstart
 from draftline.run import train_on
 from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
+from draftline.train.run_folder import RunFolder
 
 SETTINGS = (
     "data.heldout_fraction=0.15",
@@ -122,9 +123,7 @@ def train_pool(folder: Path, out: Path, seeds: dict[str, int]) -> None:
 
 def train_one(config: RunConfig, out: Path, data: RunData, target: Target, kind: str, seed: int) -> None:
     """One run of the pool, unless it is complete."""
-    metrics = out / "metrics.jsonl"
-    steps = config.train.max_steps
-    if metrics.exists() and json.loads(metrics.read_text().splitlines()[-1])["step"] == steps:
+    if RunFolder(out).step == config.train.max_steps:
         return
     train = config.train.model_copy(update={"seed": seed})
     with KINDS[kind]():

@@ -21,6 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from draftline.train.run_folder import RunFolder
 from tests.report.synthetic_run import AUDIT, evaluation, write_run
 
 CLOCK = """<script>addEventListener("load", () => {
@@ -55,7 +56,7 @@ def main() -> None:
 def make_page(above: Path, lines: int) -> Path:
     """Let the command write the page of a run of that many lines, and say what it costs."""
     run = write_run(above / "run", lines=lines, evaluate_every=200)
-    (run / "audit.json").write_text(json.dumps(AUDIT))
+    RunFolder(run).write_audit(AUDIT)
     (above / "evaluate.json").write_text(json.dumps(evaluation(answers=200)))
     page = above / "page.html"
     words = ["report", str(run), "--evaluation", str(above / "evaluate.json"), "--out", str(page)]
@@ -65,7 +66,7 @@ def make_page(above: Path, lines: int) -> Path:
     )
     wall = time.perf_counter() - started
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    size = (run / "metrics.jsonl").stat().st_size / 1e6
+    size = RunFolder(run).metrics_path.stat().st_size / 1e6
     print(
         f"{lines:,} lines, {size:.0f} MB of metrics: made in {wall:.1f} s ({usage.ru_utime:.1f} s of processor time, "
         f"{usage.ru_maxrss / 1024:.0f} MB of memory), page of {page.stat().st_size / 1e6:.2f} MB"

@@ -53,6 +53,7 @@ from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, load_target, stop_token_ids
 from draftline.train.checkpoint import load_draft_model
+from draftline.train.run_folder import RunFolder
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 
 WRONG_GAMMA = 7.0
@@ -307,10 +308,11 @@ def summary(out: Path) -> None:
 
 def _measured(folders: Sequence[Path]) -> list[str]:
     """Means over the runs of an arm: accuracy and streak of the last evaluation, decoded acceptance length."""
-    lasts = [json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1]) for folder in folders]
+    metrics = [RunFolder(folder).metrics for folder in folders]
     clusters = _by_prompt(folders)
     low, high = acceptance_interval(clusters, longest=8)
-    accuracy, streak = (fmean(last[f"heldout_{name}"] for last in lasts) for name in ("accuracy", "streak"))
+    heldout = ([run[f"heldout_{name}"].values[-1] for run in metrics] for name in ("accuracy", "streak"))
+    accuracy, streak = map(fmean, heldout)
     return [f"{accuracy:.3f}", f"{streak:.2f}", f"{Acceptance.total(clusters).length:.2f} ({low:.2f} to {high:.2f})"]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from draftline.errors import StorageError
 from draftline.storage import check_unused, check_writable, is_stream, storage_errors, write_bytes
+from draftline.train.run_folder import IDENTITY_FILE, STATE_FILE
 
 PICTURES = {".jpg", ".jpeg", ".svg", ".pdf", ".webp", ".gif", ".eps", ".tif", ".tiff"}
 """What somebody might expect to get instead of a PNG file."""
@@ -23,9 +24,9 @@ OWNED = {
     "generation_config.json",
     "meta.json",
     "report.json",
-    "run.json",
-    "state.json",
     "tokenizer.json",
+    IDENTITY_FILE,
+    STATE_FILE,
 }
 """JSON files that models, drafters, prepared data and runs consist of."""
 

@@ -27,7 +27,8 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 from scipy.special import stdtrit
 
-from draftline.compare.trajectory import Axis, FloatArray, Series
+from draftline.compare.trajectory import Axis, Series
+from draftline.train.log import FloatArray
 
 POINTS = 25
 """Most points of a curve."""

@@ -1,6 +1,6 @@
 """What a run measured while it trained, read from wherever it was written.
 
-    our run folder          metrics.jsonl (see train/log.py) and run.json
+    our run folder          what its `RunFolder` reads
     a JSONL file            one object per line with a `step`
     a CSV file              a step column, value columns, if there are any also tokens and seconds
     a TensorBoard folder    the scalars of its event files; seconds are wall-clock times since the first
@@ -13,24 +13,21 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from draftline.errors import DataError
-from draftline.train.log import whole_lines
-from draftline.train.run_folder import CONFIG_FILE, IDENTITY_FILE, METRICS_FILE, RunFolder
+from draftline.train.log import Cell, Columns, FloatArray, read_columns
+from draftline.train.run_folder import IDENTITY_FILE, METRICS_FILE, RunFolder
 
 Axis = Literal["step", "tokens", "seconds"]
 AXES: tuple[Axis, ...] = ("step", "tokens", "seconds")
 """What two runs can be held against each other at the same amount of."""
-
-FloatArray = NDArray[np.float64]
 
 AXIS_NAMES: Mapping[str, Axis] = {
     "step": "step",
@@ -52,20 +49,6 @@ DELIMITERS = ",;\t|"
 """Between the cells of a CSV file: the one that its header has most of."""
 
 
-class Cell(NamedTuple):
-    """One measurement as it was found: which line, how far the run was, and what is written there."""
-
-    line: int
-    step: float
-    tokens: float | None
-    seconds: float | None
-    value: Any
-
-    def place(self, axis: Axis) -> float | None:
-        """How far the run was."""
-        return {"step": self.step, "tokens": self.tokens, "seconds": self.seconds}[axis]
-
-
 @dataclass(frozen=True)
 class Series:
     """One value of one run, checked.
@@ -85,14 +68,14 @@ class Trajectory:
 
     Attributes:
         path: what was named.
-        cells: measurements by name of the value, in the order of the file.
+        log: measurements, in the order of the file.
         identity: content of run.json, empty for a log of another program.
         file: where the lines are that errors count.
         notes: what a reader should know about the file: a torn line, a run that is not at its end.
     """
 
     path: Path
-    cells: Mapping[str, Sequence[Cell]]
+    log: Columns
     identity: Mapping[str, Any]
     file: Path
     notes: tuple[str, ...] = ()
@@ -100,19 +83,32 @@ class Trajectory:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Values that were measured at least once."""
-        return tuple(name for name, cells in self.cells.items() if any(_written(cell.value) for cell in cells))
+        return tuple(name for name in self.log.names if name not in AXES)
 
     @property
     def tokens_per_second(self) -> float | None:
         """Over the whole run; None if it does not record both."""
-        cells = (cell for cells in self.cells.values() for cell in cells)
-        last = max(cells, key=lambda cell: cell.step)
-        return last.tokens / last.seconds if last.tokens and last.seconds else None
+        last = int(np.argmax(self.log.steps))
+        tokens, seconds = self.places["tokens"][last], self.places["seconds"][last]
+        return float(tokens / seconds) if tokens > 0 and seconds > 0 else None
+
+    @cached_property
+    def places(self) -> Mapping[Axis, FloatArray]:
+        """Per axis, [rows of the log] how far the run was in each, NaN where it does not say.
+
+        Raises:
+            DataError: something there is no finite number.
+        """
+        places: dict[Axis, FloatArray] = {axis: np.full(self.log.whole, np.nan) for axis in AXES}
+        for axis, values in places.items():
+            for cell in self.log.cells(axis):
+                values[cell.row] = self._number(axis, cell)
+        return places
 
     def span(self, name: str) -> tuple[float, float]:
         """First and last step at which a value was measured."""
-        steps = [cell.step for cell in self.cells[name] if _written(cell.value)]
-        return min(steps), max(steps)
+        steps = self.log.steps[[cell.row for cell in self.log.cells(name)]]
+        return float(steps.min()), float(steps.max())
 
     def series(self, name: str) -> Series:
         """One value over the run, in the order of the steps; of two measurements at one step the later one counts.
@@ -120,17 +116,18 @@ class Trajectory:
         Raises:
             DataError: something there is no finite number.
         """
-        by_step = {cell.step: (cell, self._number(name, cell)) for cell in self.cells[name] if _written(cell.value)}
-        ordered = [by_step[step] for step in sorted(by_step)]
+        by_step = {self.log.steps[cell.row]: (cell.row, self._number(name, cell)) for cell in self.log.cells(name)}
+        rows, values = zip(*(by_step[step] for step in sorted(by_step)), strict=True)
         axes: dict[Axis, FloatArray] = {}
-        for axis in AXES:
-            places = [cell.place(axis) for cell, _ in ordered]
-            if None not in places and np.all(np.diff(np.array(places, dtype=np.float64)) >= 0):
-                axes[axis] = np.array(places, dtype=np.float64)
-        return Series(axes, np.array([value for _, value in ordered]))
+        for axis, places in self.places.items():
+            here = places[list(rows)]
+            if not np.isnan(here).any() and np.all(np.diff(here) >= 0):
+                axes[axis] = here
+        return Series(axes, np.array(values))
 
     def _number(self, name: str, cell: Cell) -> float:
-        place = f"line {cell.line}" if self.file.is_file() else f"step {cell.step:g}"
+        line, step = self.log.numbers[cell.row], self.log.steps[cell.row]
+        place = f"line {line}" if self.file.is_file() else f"step {step:g}"
         return _number(cell.value, f"{self.file} {place}: {name}")
 
 
@@ -139,51 +136,46 @@ def read_trajectory(path: Path) -> Trajectory:
 
     Raises:
         DataError: there is nothing of that kind, or it is empty or damaged.
-        CheckpointError: run.json is damaged.
+        CheckpointError: a file of a run folder is damaged.
     """
     if path.is_file():
-        return _read_jsonl(path, {}) if path.suffix == ".jsonl" else _read_csv(path)
+        return _read_jsonl(path, read_columns(path)) if path.suffix == ".jsonl" else _read_csv(path)
     if not path.exists():
         raise DataError(f"{path} does not exist: name a run folder, a CSV file or a TensorBoard folder")
-    if (path / METRICS_FILE).exists():
-        return _read_run(path)
+    run = RunFolder(path)
+    if run.has_metrics:
+        return _read_run(run)
     if any(path.glob(EVENT_FILES)):
         return _read_events(path)
-    raise DataError(f"{path} is not a run: {_what_is_missing(path)}")
+    raise DataError(f"{path} is not a run: {_what_is_missing(run)}")
 
 
-def _what_is_missing(folder: Path) -> str:
-    if (folder / CONFIG_FILE).exists():
+def _what_is_missing(run: RunFolder) -> str:
+    if run.exists:
         return f"it has settings but no {METRICS_FILE} yet; compare again after its first logged step"
-    below = sorted({str(found.parent.relative_to(folder)) for found in folder.rglob(EVENT_FILES)})
+    below = sorted({str(found.parent.relative_to(run.path)) for found in run.path.rglob(EVENT_FILES)})
     if below:
         return f"its TensorBoard logs are in {', '.join(below[:4])}; name one of them"
     return f"it has neither {METRICS_FILE} nor TensorBoard event files; name the folder that `draftline train` wrote"
 
 
-def _read_run(folder: Path) -> Trajectory:
-    identity = RunFolder(folder).identity
-    log = _read_jsonl(folder / METRICS_FILE, identity)
-    planned = identity.get("data", {}).get("steps")
-    reached = int(max(cell.step for cells in log.cells.values() for cell in cells))
-    unfinished = isinstance(planned, int) and reached < planned
-    ending = (f"{folder} is at step {reached:,} of {planned:,}: compared as far as it goes",) if unfinished else ()
-    unknown = () if identity else (f"{folder} has no {IDENTITY_FILE}: its settings and data are not compared",)
-    return Trajectory(folder, log.cells, identity, log.file, (*log.notes, *ending, *unknown))
+def _read_run(run: RunFolder) -> Trajectory:
+    log, total = _read_jsonl(run.metrics_path, run.metrics), run.total_steps
+    reached, notes = int(run.metrics.steps.max()), [*log.notes]
+    if total is not None and reached < total:
+        notes.append(f"{run.path} is at step {reached:,} of {total:,}: compared as far as it goes")
+    if not run.identity:
+        notes.append(f"{run.path} has no {IDENTITY_FILE}: its settings and data are not compared")
+    return Trajectory(run.path, run.metrics, run.identity, log.file, tuple(notes))
 
 
-def _read_jsonl(path: Path, identity: Mapping[str, Any]) -> Trajectory:
-    records = enumerate((record for _, record in whole_lines(path)), 1)
-    rows = [(number, _with_axes(path, number, record, {axis: axis for axis in AXES})) for number, record in records]
-    with path.open("rb") as file:
-        lines = sum(1 for _ in file)
-    if not rows and lines:
+def _read_jsonl(path: Path, log: Columns) -> Trajectory:
+    if not log.whole and log.lines:
         raise DataError(f"{path} line 1 is torn or no JSON object with a step: there is nothing to compare")
-    if not rows:
+    if not log.whole:
         raise DataError(f"{path} is empty: compare again after the run has logged its first step")
-    torn = f"{path} line {len(rows) + 1} is torn: {lines - len(rows)} line(s) from there on are left out"
-    notes = [*([torn] if len(rows) < lines else []), *_disorder(path, rows)]
-    return Trajectory(path, _cells(rows), identity, path, tuple(notes))
+    torn = f"{path} line {log.whole + 1} is torn: {log.lines - log.whole} line(s) from there on are left out"
+    return Trajectory(path, log, {}, path, (*([torn] if log.whole < log.lines else []), *_disorder(path, log)))
 
 
 def _read_csv(path: Path) -> Trajectory:
@@ -201,31 +193,29 @@ def _read_csv(path: Path) -> Trajectory:
     for number, cells in enumerate(table, 2):
         if len(cells) > len(header):
             raise DataError(f"{path} line {number} has {len(cells)} cells for {len(header)} columns: fix the line")
-        row: dict[str, Any] = dict(zip(header, cells, strict=False))
-        if any(cell.strip() for cell in cells):
+        row: dict[str, Any] = {name: cell for name, cell in zip(header, cells, strict=False) if cell.strip()}
+        if row:
             rows.append((number, _with_axes(path, number, row, axes)))
     if not rows:
         raise DataError(f"{path} has a header but no line: nothing was measured")
-    return Trajectory(path, _cells(rows), {}, path, tuple(_disorder(path, rows)))
+    log = Columns(rows, len(lines))
+    return Trajectory(path, log, {}, path, tuple(_disorder(path, log)))
 
 
-def _disorder(path: Path, rows: Sequence[tuple[int, Mapping[str, Any]]]) -> list[str]:
+def _disorder(path: Path, log: Columns) -> list[str]:
     """What is said of lines that go back to an earlier step, as a log does to which a continued run was appended."""
-    steps = [row["step"] for _, row in rows]
-    back = [number for (number, _), before, step in zip(rows[1:], steps, steps[1:], strict=False) if step < before]
-    if not back:
+    back = np.flatnonzero(np.diff(log.steps) < 0)
+    if not len(back):
         return []
-    return [f"{path} goes back to an earlier step in line {back[0]}: of two values at one step the later line counts"]
+    line = log.numbers[back[0] + 1]
+    return [f"{path} goes back to an earlier step in line {line}: of two values at one step the later line counts"]
 
 
 def _with_axes(path: Path, number: int, row: dict[str, Any], axes: Mapping[Axis, str]) -> dict[str, Any]:
-    """The row with its positions as numbers, under our names."""
-    places: dict[str, float | None] = {}
-    for axis, name in axes.items():
-        cell = row.pop(name, None)
-        if axis == "step" or _written(cell):
-            places[axis] = _number(cell, f"{path} line {number}: {name}")
-    return {**row, **places}
+    """The row with its positions under our names; the step, which every row needs, as a number."""
+    places: dict[str, Any] = {axis: row.pop(name) for axis, name in axes.items() if name in row}
+    step = _number(places.pop("step", ""), f"{path} line {number}: {axes['step']}")
+    return {**row, **places, "step": step}
 
 
 def _read_events(folder: Path) -> Trajectory:
@@ -243,30 +233,17 @@ def _read_events(folder: Path) -> Trajectory:
     if not any(found.values()):
         raise DataError(f"{folder} has event files without a scalar: nothing to compare was logged")
     first = min(time for events_of_tag in found.values() for _, time, _ in events_of_tag)
-    cells = {
-        own_name(tag): [Cell(n, step, None, time - first, value) for n, (step, time, value) in enumerate(measured, 1)]
+    records = [
+        {"step": float(step), "seconds": time - first, own_name(tag): value}
         for tag, measured in found.items()
-    }
-    return Trajectory(folder, cells, {}, folder)
+        for step, time, value in measured
+    ]
+    return Trajectory(folder, Columns(enumerate(records, 1), len(records)), {}, folder)
 
 
 def own_name(tag: str) -> str:
     """Our name of a scalar that `draftline train` writes to TensorBoard under this tag."""
     return tag.replace("heldout/", "heldout_", 1).removeprefix("train/")
-
-
-def _cells(rows: Iterable[tuple[int, Mapping[str, Any]]]) -> dict[str, list[Cell]]:
-    """Columns from lines; a list becomes one column per entry, `name/1` for the second."""
-    cells: dict[str, list[Cell]] = {}
-    for number, row in rows:
-        place = (number, float(row["step"]), row.get("tokens"), row.get("seconds"))
-        for name, value in row.items():
-            listed = isinstance(value, list)
-            entries = [(f"{name}/{k}", entry) for k, entry in enumerate(value)] if listed else [(name, value)]
-            for column, entry in entries:
-                if column not in AXES:
-                    cells.setdefault(column, []).append(Cell(*place, entry))
-    return cells
 
 
 def _text(path: Path) -> str:
@@ -275,10 +252,6 @@ def _text(path: Path) -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise DataError(f"{path} cannot be read ({reason}): name a run folder, a CSV file or a JSONL file") from error
-
-
-def _written(value: Any) -> bool:
-    return value is not None and not (isinstance(value, str) and not value.strip())
 
 
 def _number(value: Any, where: str) -> float:

@@ -78,7 +78,7 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
     """
     if given is None and run.audit is None:
         return None
-    path = run.path / AUDIT_FILE if given is None else given
+    path = run.audit_path if given is None else given
     try:
         content: Any = run.audit if given is None else json.loads(given.read_text(encoding="utf-8"))
         checks = [_Check.of(entry) for entry in content["checks"]]

@@ -170,14 +170,18 @@ class RunFolder:
         Raises:
             CheckpointError: it cannot be read, or is not a result of an audit.
         """
-        path = self.path / AUDIT_FILE
-        if not path.exists():
+        if not self.audit_path.exists():
             return None
         remedy = "restore it from a copy, or delete it"
-        content = _json_object(path, remedy)
+        content = _json_object(self.audit_path, remedy)
         if not all(isinstance(content.get(name), list) for name in ("findings", "checks")):
-            raise CheckpointError(f"{path} is not what `draftline train` writes: {remedy}")
+            raise CheckpointError(f"{self.audit_path} is not what `draftline train` writes: {remedy}")
         return content
+
+    @property
+    def audit_path(self) -> Path:
+        """File of `audit`, for messages about what is in it."""
+        return self.path / AUDIT_FILE
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -225,9 +229,14 @@ class RunFolder:
         return read_columns(self.path / SPEED_FILE)
 
     @property
+    def metrics_path(self) -> Path:
+        """File of `metrics`, for messages about its lines."""
+        return self.path / METRICS_FILE
+
+    @property
     def has_metrics(self) -> bool:
         """Whether a session has begun to write lines."""
-        return (self.path / METRICS_FILE).exists()
+        return self.metrics_path.exists()
 
     @property
     def step(self) -> int:
@@ -412,7 +421,7 @@ class RunFolder:
 
     def write_audit(self, report: Mapping[str, Any]) -> None:
         """Keep what the audit said, as its `to_json` gives it."""
-        _write_json(self.path / AUDIT_FILE, report)
+        _write_json(self.audit_path, report)
 
     def continue_lines(self, last_step: int) -> tuple[JsonLines, JsonLines]:
         """Open metrics.jsonl and speed.jsonl for lines of steps after `last_step`; see `JsonLines`."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import time
 from pathlib import Path
 
 import pytest
 
+import draftline
 from draftline.errors import CheckpointError
+from draftline.train import run_folder
 from draftline.train.run_folder import RunFolder
 from tests.report.synthetic_run import write_run
 
@@ -66,3 +69,38 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, name: str, conte
     with pytest.raises(CheckpointError, match=name) as error:
         RunFolder.open(folder)
     assert "\n" not in str(error.value)
+
+
+PACKAGE = Path(draftline.__file__).parent
+NAMES = {"config.yaml", "run.json", "audit.json", "metrics.jsonl", "speed.jsonl", "tensorboard", "checkpoints"}
+"""Names in a run folder that mean nothing elsewhere: no other file may hold one as a text of its own."""
+SHARED_NAMES = {"best", "last", "state.json"}
+"""Words of other things too: no other file may make a path of one. Prepared data has a state.json of its own."""
+CONSTANTS = {name for name in vars(run_folder) if name.endswith(("_FILE", "_FOLDER"))}
+
+
+def spelled(source: str) -> set[str]:
+    """Names of a run folder that a source writes by hand, and constants for them of which it makes a path."""
+    nodes = list(ast.walk(ast.parse(source)))
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    joined = [node.right for node in nodes if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)]
+    parts = {str(node.value) for node in joined if isinstance(node, ast.Constant)}
+    constants = {node.id for node in joined if isinstance(node, ast.Name)} & CONSTANTS
+    return {text for text in texts if NAMES & set(text.split("/"))} | (parts & SHARED_NAMES) | constants
+
+
+@pytest.mark.parametrize(
+    "source", ['x / "best"', '(a / "run.json").read_text()', 'x.glob("checkpoints/*")', "folder / METRICS_FILE"]
+)
+def test_a_name_that_is_written_by_hand_is_seen(source: str) -> None:
+    assert spelled(source)
+    assert not spelled('"what run.json says", run.checkpoint("best"), f"no {METRICS_FILE} yet", x / "config.json"')
+
+
+def test_one_file_opens_a_run_folder() -> None:
+    sources = {path.relative_to(PACKAGE.parent): path for path in PACKAGE.rglob("*.py")}
+    sources |= {path.relative_to(PACKAGE.parent): path for path in (PACKAGE.parent / "benchmarks").glob("*.py")}
+    found = {str(name): spelled(path.read_text(encoding="utf-8")) for name, path in sources.items()}
+    assert found.pop("draftline/train/run_folder.py") >= NAMES
+    assert found.pop("draftline/train/checkpoint.py") == {"STATE_FILE"}, "one of the four files of a checkpoint"
+    assert {name: names for name, names in found.items() if names} == {}
