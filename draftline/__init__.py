@@ -29,7 +29,7 @@ _HOMES = {
     "train_step": "draftline.train.step",
     "DrafterTrainLoop": "draftline.train.loop",
     "train_run": "draftline.run",
-    "load_drafter": "draftline.formats.importing",
+    "load_drafter": "draftline.formats.load",
     "export_drafter": "draftline.formats.exporting",
     "generate": "draftline.evaluate.generate",
     "evaluate_prompts": "draftline.evaluate.benchmark",

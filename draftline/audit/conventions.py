@@ -8,8 +8,8 @@ from typing import Any
 from draftline.audit.drafter_reference import DrafterView
 from draftline.audit.engines import differences, read_as, readers_of
 from draftline.errors import CheckpointError
-from draftline.formats.folder import DrafterFiles
-from draftline.formats.formats import Format, detect
+from draftline.formats.dialects import Format, detect
+from draftline.formats.files import DrafterFiles
 
 _TRAINERS: dict[Format, str] = {
     "zlab": "a trainer that writes z-lab's format",

@@ -21,7 +21,7 @@ from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, ExportError
-from draftline.formats.folder import read_files
+from draftline.formats.files import read_files
 from draftline.targets.layers import default_target_layer_ids
 from draftline.targets.rope import rope_as_read
 

@@ -23,9 +23,8 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.engine.replicas import frozen_target
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.formats.beginning import drafter_to_continue, set_first_weights, settings_of
-from draftline.formats.facts import Given
-from draftline.formats.folder import read_config, read_files
-from draftline.formats.importing import checkpoint_folder, load_drafter
+from draftline.formats.files import read_config, read_files
+from draftline.formats.load import Given, checkpoint_folder, load_drafter
 from draftline.run import HELDOUT_FOLDER, choose_vocabulary, drafter_device
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.model import Target, load_target

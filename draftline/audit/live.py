@@ -22,7 +22,7 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows
 from draftline.engine.replicas import frozen_target
 from draftline.evaluate import acceptance, generate
-from draftline.formats import speculators, zlab
+from draftline.formats import write
 from draftline.records import Sample, StepMetrics
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target
@@ -112,9 +112,9 @@ def live_subject(
 
     def export(model: DFlashDraftModel, folder: Path) -> None:
         if model.config.draft_vocab_size is None:
-            zlab.export_zlab(model, folder, "float32")
+            write.export_zlab(model, folder, "float32")
         else:  # z-lab's format has no place for it
-            speculators.export_speculators(model, folder, "float32", verifier=target.name, target_head=target.head)
+            write.export_speculators(model, folder, "float32", verifier=target.name, target_head=target.head)
 
     return AuditSubject(
         config=config,

@@ -89,9 +89,8 @@ def audit_words(
     """
     from draftline.audit.folders import audit_checkpoint, audit_run_config, audit_run_folder
     from draftline.audit.report import chosen_checks
-    from draftline.formats.facts import Given
-    from draftline.formats.folder import read_config
-    from draftline.formats.importing import checkpoint_folder
+    from draftline.formats.files import read_config
+    from draftline.formats.load import Given, checkpoint_folder
     from draftline.targets.model import load_target
 
     chosen_checks(select, ignore)

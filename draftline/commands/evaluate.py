@@ -87,7 +87,7 @@ def evaluate(
     from draftline.evaluate.server_result import server_table
     from draftline.evaluate.settings import EvaluationSettings, parse_template_options
     from draftline.evaluate.table import result_table
-    from draftline.formats.mode import trained_mode
+    from draftline.formats.card import trained_mode
 
     if (draft is None) == (base_url is None):
         raise ConfigError("give --draft to measure in process, or --base-url to measure a server: exactly one")
@@ -193,7 +193,7 @@ def evaluate_drafter(
 
 def _drafter_place(folder: Path) -> Path:
     """The folder itself, or the checkpoint that is read of a run, whatever link names it."""
-    from draftline.formats.importing import checkpoint_folder
+    from draftline.formats.load import checkpoint_folder
 
     checkpoint = checkpoint_folder(folder)
     if checkpoint is None:
@@ -256,7 +256,7 @@ def drafter_for(target: Target, folder: Path) -> DFlashDraftModel:
     Raises:
         CheckpointError, TargetError: see `export.importing.load_drafter`.
     """
-    from draftline.formats.importing import load_drafter
+    from draftline.formats.load import load_drafter
 
     return load_drafter(folder, target=target).draft_model.to(target.device)
 

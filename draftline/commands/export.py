@@ -30,7 +30,7 @@ def export(
 ) -> None:
     """Write the drafter for the program that will serve it, and check what was written."""
     from draftline.formats.exporting import Results, export_drafter, target_of_export
-    from draftline.formats.facts import Given
+    from draftline.formats.load import Given
     from draftline.targets.model import load_target
 
     keep_apart([json_out], [evaluation, audit_json])
@@ -61,7 +61,7 @@ def import_(
 ) -> None:
     """Rewrite another trainer's drafter in a format that every command here reads."""
     from draftline.formats.exporting import import_drafter
-    from draftline.formats.facts import Given
+    from draftline.formats.load import Given
     from draftline.targets.model import load_target
 
     live = None if target is None else load_target(TargetConfig(name=target))

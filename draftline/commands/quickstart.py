@@ -70,8 +70,8 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     from draftline.data.pipeline import PrepareOptions
     from draftline.data.prompts import read_prompts
     from draftline.evaluate.settings import EvaluationSettings
+    from draftline.formats.card import trained_mode
     from draftline.formats.exporting import export_drafter
-    from draftline.formats.mode import trained_mode
     from draftline.run import train_run
     from draftline.targets.model import load_target, save_target
     from draftline.targets.regenerate import GenerationSettings

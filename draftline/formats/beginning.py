@@ -9,7 +9,7 @@ from __future__ import annotations
 from draftline.config import DFlashConfig, DrafterConfig
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import ConfigError
-from draftline.formats.importing import load_drafter
+from draftline.formats.load import load_drafter
 from draftline.targets.model import Target
 
 

@@ -7,21 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from draftline.config import TargetConfig
+from draftline.draft.block import Blocks, drafted_states
+from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError, ExportError
-from draftline.formats.activation import FLOAT16_MAX, largest_activation
-from draftline.formats.card import CardFacts, Training, model_card, readers_of
-from draftline.formats.facts import Given
-from draftline.formats.folder import ExportDtype
-from draftline.formats.importing import LoadedDrafter, load_drafter
-from draftline.formats.mode import trained_mode
-from draftline.formats.serving import READERS, Reader, Serving, refuse_unserved, serving_command, serving_notes
-from draftline.formats.speculators import export_speculators
-from draftline.formats.verify import CHECKS
-from draftline.formats.zlab import export_zlab
+from draftline.formats.card import FLOAT16_MAX, CardFacts, Training, model_card, readers_of, trained_mode
+from draftline.formats.check import CHECKS
+from draftline.formats.files import ExportDtype
+from draftline.formats.load import Given, LoadedDrafter, load_drafter
+from draftline.formats.programs import READERS, Reader, Serving, refuse_unserved, serving_command, serving_notes
+from draftline.formats.write import export_speculators, export_zlab
+from draftline.records import Sample
+from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import TINY_FOLDER, Target
 from draftline.train.checkpoint import checkpoint_folder, read_record, run_of
 from draftline.train.run_folder import RunFolder
+
+_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -164,6 +169,41 @@ def import_drafter(
     _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card)
     command = serving_command(readers[0], serving)
     return ExportReport(out, form, loaded.export_dtype, CHECKS, command, loaded.notes)
+
+
+@torch.no_grad()
+def largest_activation(draft_model: DFlashDraftModel, target: Target) -> float:
+    """Largest absolute output of any module of the drafter, in float32, on the target's own states.
+
+    The states are of random tokens: their size hardly depends on what is said, and no text is needed.
+
+    Raises:
+        TargetError: the drafter does not fit the target.
+    """
+    config = draft_model.config
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, (_TOKENS,), generator=generator)
+    sample = Sample(0, ids, torch.ones(_TOKENS, dtype=torch.bool))
+    (captured,) = TargetForwardLoop(target, config.target_layer_ids).capture([sample])
+    weight = draft_model.fc.weight
+    anchors = torch.arange(1, _TOKENS, config.block_size, device=weight.device)
+    blocks = Blocks.of_document(ids.to(weight.device), anchors, config)
+    sizes: list[float] = []
+
+    def note(_module: nn.Module, _inputs: tuple[Tensor, ...], output: Tensor | tuple[Tensor, ...]) -> None:
+        tensors = output if isinstance(output, tuple) else (output,)
+        sizes.extend(tensor.abs().max().item() for tensor in tensors)
+
+    def embed(block_ids: Tensor) -> Tensor:
+        return target.embed(block_ids.to(target.device)).to(weight)
+
+    handles = [module.register_forward_hook(note) for module in draft_model.modules()]
+    try:
+        drafted_states(draft_model, captured.hidden_states_SLD[None].to(weight), blocks, embed)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return max(sizes)
 
 
 def _served_name(target: Target) -> str:

@@ -9,9 +9,9 @@ import torch
 
 from draftline.audit.folders import audit_checkpoint
 from draftline.audit.report import AuditReport
-from draftline.formats.facts import Given
-from draftline.formats.folder import ExportDtype
-from draftline.formats.zlab import export_zlab
+from draftline.formats.files import ExportDtype
+from draftline.formats.load import Given
+from draftline.formats.write import export_zlab
 from draftline.targets.layers import default_target_layer_ids
 from tests.formats.checkpoints import CONTRACTS, Tree, modelopt_sliding, tensors_of, write
 from tests.formats.drafters import make_drafter, make_target

@@ -30,8 +30,8 @@ from draftline.audit.reference import (
     target_forward,
     visible,
 )
-from draftline.formats.folder import read_config
-from draftline.formats.zlab import export_zlab
+from draftline.formats.files import read_config
+from draftline.formats.write import export_zlab
 from draftline.records import Sample
 from draftline.targets.structure import find_parts
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target

@@ -12,7 +12,8 @@ import torch
 
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.generate import Generation, generate, generate_plain
-from draftline.formats.zlab import export_zlab, load_zlab
+from draftline.formats.load import load_drafter
+from draftline.formats.write import export_zlab
 from draftline.targets.model import Target
 from tests.evaluate import pairs
 
@@ -60,7 +61,7 @@ def assert_same(ours: Generation, theirs: tuple[list[int], list[list[int]], list
 
 def exported(draft_model: DFlashDraftModel, folder: Path) -> DFlashDraftModel:
     export_zlab(draft_model, folder, "float32")
-    return load_zlab(folder)
+    return load_drafter(folder).draft_model
 
 
 @pytest.mark.parametrize(

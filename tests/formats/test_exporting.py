@@ -18,11 +18,11 @@ from draftline.config import DataConfig, RunConfig, TargetConfig
 from draftline.data.chat_mode import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import CheckpointError, ExportError, StorageError, TargetError
+from draftline.formats.card import trained_mode
 from draftline.formats.exporting import Results, export_drafter, import_drafter, target_of_export
-from draftline.formats.folder import ExportDtype
-from draftline.formats.importing import load_drafter
-from draftline.formats.mode import trained_mode
-from draftline.formats.serving import READERS, Reader, Serving, serving_command
+from draftline.formats.files import ExportDtype
+from draftline.formats.load import load_drafter
+from draftline.formats.programs import READERS, Reader, Serving, serving_command
 from draftline.records import StepMetrics
 from draftline.targets.model import TINY_FOLDER, save_target
 from draftline.train.checkpoint import Checkpoint, TrainState, write_checkpoint

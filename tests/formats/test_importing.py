@@ -14,9 +14,8 @@ from transformers import Qwen3Config
 
 from draftline import cli
 from draftline.errors import CheckpointError, DraftlineError, TargetError
-from draftline.formats.facts import Given
-from draftline.formats.importing import detect_format, load_drafter
-from draftline.formats.zlab import export_zlab
+from draftline.formats.load import Given, load_drafter
+from draftline.formats.write import export_zlab
 from tests.formats.checkpoints import CONTRACTS, FULL, Tree, modelopt_sliding, tensors_of, write
 from tests.formats.drafters import SMALL, make_drafter, make_target, same_weights
 
@@ -27,7 +26,7 @@ def test_every_contract_is_read(tmp_path: Path, form: str) -> None:
     folder = write(tmp_path / "foreign", CONTRACTS[form](), tensors_of(form, model))
     given = Given(num_target_layers=7) if form == "speculators" else None
     loaded = load_drafter(folder, given)
-    assert detect_format(folder) == loaded.format == form
+    assert loaded.format == form
     assert loaded.config == SMALL.model_copy(update={"sample_from_anchor": form == "deepspec"})
     assert same_weights(loaded.draft_model, model.state_dict())
     assert loaded.stored_dtype == torch.float32

@@ -16,11 +16,10 @@ from torch import Tensor
 
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ExportError
-from draftline.formats import folder as folder_module
+from draftline.formats import files as folder_module
 from draftline.formats.exporting import export_drafter, import_drafter
-from draftline.formats.importing import load_drafter
-from draftline.formats.speculators import export_speculators
-from draftline.formats.zlab import export_zlab
+from draftline.formats.load import load_drafter
+from draftline.formats.write import export_speculators, export_zlab
 from draftline.targets.model import save_target
 from tests.formats.drafters import MIX, make_drafter, make_target
 

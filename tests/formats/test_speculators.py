@@ -15,7 +15,8 @@ from speculators.models.dflash import DFlashSpeculatorConfig
 from draftline.config import DFlashConfig
 from draftline.draft.attention import BlockLayout
 from draftline.errors import ExportError
-from draftline.formats.speculators import export_speculators, load_speculators, speculators_config
+from draftline.formats.load import load_drafter
+from draftline.formats.write import export_speculators, speculators_config
 from draftline.targets.model import save_target
 from tests.formats.drafters import ALL_SLIDING, BIDIRECTIONAL, MIX, YARN, make_drafter, make_target, same_weights
 
@@ -99,7 +100,7 @@ def test_speculators_computes_the_same_logits(
 def test_round_trip_is_bit_equal_at_the_stored_dtype(tmp_path: Path, changes: dict[str, Any], dtype: str) -> None:
     ours = make_drafter(**changes)
     export_speculators(ours, tmp_path / "first", dtype, verifier="a/target")
-    loaded = load_speculators(tmp_path / "first")
+    loaded = load_drafter(tmp_path / "first").draft_model
     assert loaded.config == ours.config
     stored = load_file(tmp_path / "first" / "model.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {getattr(torch, dtype)}

@@ -12,11 +12,9 @@ from torch import Tensor
 
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import ExportError
-from draftline.formats import folder as folder_module
-from draftline.formats import speculators as speculators_module
-from draftline.formats import zlab as zlab_module
-from draftline.formats.speculators import export_speculators
-from draftline.formats.zlab import export_zlab
+from draftline.formats import files as folder_module
+from draftline.formats import write as write_module
+from draftline.formats.write import export_speculators, export_zlab
 from tests.formats.drafters import ALL_SLIDING, BIDIRECTIONAL, MIX, YARN, make_drafter
 
 Tree = dict[str, Any]
@@ -24,15 +22,14 @@ Tree = dict[str, Any]
 
 def export_with(monkeypatch: pytest.MonkeyPatch, name: str, edit: Callable[[Tree], None]) -> Callable[..., None]:
     """The exporter of a format with a fault in the configuration that it writes."""
-    module = zlab_module if name == "zlab" else speculators_module
-    right: Callable[..., Tree] = getattr(module, f"{name}_config")
+    right: Callable[..., Tree] = getattr(write_module, f"{name}_config")
 
     def wrong(*arguments: Any) -> Tree:
         tree = right(*arguments)
         edit(tree)
         return tree
 
-    monkeypatch.setattr(module, f"{name}_config", wrong)
+    monkeypatch.setattr(write_module, f"{name}_config", wrong)
     return export_of(name)
 
 

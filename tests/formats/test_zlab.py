@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from draftline.config import DFlashConfig
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ExportError, StorageError
-from draftline.formats.zlab import export_zlab, load_zlab, zlab_config
+from draftline.formats.load import load_drafter
+from draftline.formats.write import export_zlab, zlab_config
 from tests.formats.drafters import ALL_SLIDING, BIDIRECTIONAL, MIX, SMALL, YARN, make_drafter
 
 EXAMPLE = json.loads(
@@ -79,7 +80,7 @@ def test_window_and_causality_change_the_block() -> None:
 def test_round_trip_is_bit_equal_at_the_stored_dtype(tmp_path: Path, dtype: str) -> None:
     ours = make_drafter(**YARN, **MIX)
     export_zlab(ours, tmp_path / "first", dtype)
-    loaded = load_zlab(tmp_path / "first")
+    loaded = load_drafter(tmp_path / "first").draft_model
     assert loaded.config == ours.config
     export_zlab(loaded, tmp_path / "second", dtype)
     first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("first", "second"))
@@ -111,7 +112,7 @@ def test_scales_of_the_target_are_written_only_where_they_act(tmp_path: Path) ->
     assert scales.items() <= zlab_config(model.config, "float32")["dflash_config"].items()
     assert not scales.keys() & zlab_config(SMALL, "float32")["dflash_config"].keys()
     export_zlab(model, tmp_path / "drafter")
-    assert load_zlab(tmp_path / "drafter").config == model.config
+    assert load_drafter(tmp_path / "drafter").config == model.config
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def edit_config(folder: Path, edit: dict[str, Any]) -> None:
         ({"num_hidden_layers": 3, "layer_types": ["full_attention"] * 3}, "misses 11 tensors"),
         ({"num_hidden_layers": 1, "layer_types": ["full_attention"]}, "has unknown 11 tensors"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"architectures": ["Qwen3DSparkModel"]}, "Qwen3DSparkModel"),
+        ({"architectures": ["Qwen3DSparkModel"]}, "has no mask_token_id"),
         ({"is_causal": True}, "is_causal"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1.0, "partial_rotary_factor": 0.25}}, "rotary"),
         ({"dflash_config": [1]}, "does not describe a drafter"),
@@ -172,21 +173,21 @@ def test_a_folder_that_is_no_such_drafter_is_refused_in_one_line(
     export_zlab(make_drafter(), tmp_path / "drafter", "float32")
     edit_config(tmp_path / "drafter", edit)
     with pytest.raises(CheckpointError, match=words) as caught:
-        load_zlab(tmp_path / "drafter")
+        load_drafter(tmp_path / "drafter")
     assert "\n" not in str(caught.value)
 
 
 def test_missing_and_broken_files_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_zlab(tmp_path / "nothing")
+        load_drafter(tmp_path / "nothing")
     export_zlab(make_drafter(), tmp_path / "drafter", "float32")
     weights = tmp_path / "drafter" / "model.safetensors"
     save_file({**load_file(weights), "embed_tokens.weight": torch.zeros(40, 24)}, weights)
     with pytest.raises(CheckpointError, match=r"unknown 1 tensors, first embed_tokens\.weight"):
-        load_zlab(tmp_path / "drafter")
+        load_drafter(tmp_path / "drafter")
     weights.write_bytes(weights.read_bytes()[:100])
     with pytest.raises(CheckpointError, match="cannot be read"):
-        load_zlab(tmp_path / "drafter")
+        load_drafter(tmp_path / "drafter")
     weights.unlink()
     with pytest.raises(CheckpointError, match=r"no model\.safetensors"):
-        load_zlab(tmp_path / "drafter")
+        load_drafter(tmp_path / "drafter")

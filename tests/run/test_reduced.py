@@ -14,7 +14,7 @@ from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.errors import CheckpointError, ConfigError
 from draftline.evaluate.generate import generate, generate_plain
 from draftline.formats.exporting import export_drafter
-from draftline.formats.importing import load_drafter
+from draftline.formats.load import load_drafter
 from draftline.records import Sample
 from draftline.run import choose_conversations, train_on
 from draftline.targets.model import TINY_FOLDER, load_target, stop_token_ids

@@ -14,7 +14,7 @@ from typing import Literal, get_args
 
 from draftline.config import DFlashConfig
 from draftline.errors import ExportError
-from draftline.formats.folder import ExportDtype
+from draftline.formats.files import ExportDtype
 
 Reader = Literal["zlab", "speculators", "vllm", "sglang", "llama.cpp"]
 

@@ -20,8 +20,8 @@ from draftline.config import DFlashConfig
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DraftlineError, ExportError
-from draftline.formats.facts import Given, resolve
-from draftline.formats.folder import (
+from draftline.formats.dialects import detect, facts_of
+from draftline.formats.files import (
     DTYPES,
     DrafterFiles,
     ExportDtype,
@@ -31,8 +31,7 @@ from draftline.formats.folder import (
     read_files,
     stored_tensors,
 )
-from draftline.formats.formats import detect
-from draftline.formats.reading import facts_of
+from draftline.formats.load import Given, resolve
 
 CHECKS: tuple[str, ...] = (
     "reload",

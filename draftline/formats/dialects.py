@@ -1,4 +1,17 @@
-"""What the configuration of each format means, as its own reader understands it.
+"""The formats that drafters come in: how each is recognised, which tensors are the drafter's, what its keys mean.
+
+    format       written by                     recognised by                                  slot layout
+    zlab         z-lab, Draftline               DFlashDraftModel and a `dflash_config`         DFlash
+    specforge    SpecForge                      the same and an `auto_map`                     DFlash
+    modelopt     NVIDIA ModelOpt                the same, `dflash_config.{causal, use_swa}`    DFlash
+    nemo         NVIDIA NeMo AutoModel          Qwen3DFlashDraftModel                          DFlash
+    torchspec    TorchSpec                      tensors `context_proj`, `final_norm`           DFlash
+    deepspec     DeepSpec                       Qwen3DSparkModel                               every slot predicts
+    speculators  speculators, Draftline         `speculators_model_type`                       says so
+
+A field that states the layout (`sample_from_anchor`, `shift_label`) goes before this table. The class name
+DFlashDraftModel with neither such a field nor a `dflash_config` tells nothing: DeepSpec's and z-lab's "DFlash" differ
+in what each slot predicts, so that is asked.
 
 The tree of z-lab's keys serves four trainers, which differ in what they leave out and in what sliding layers do by
 default; TorchSpec and DeepSpec keep flat keys, speculators keeps the layers apart and numbers captured layers from one.
@@ -7,13 +20,74 @@ default; TorchSpec and DeepSpec keep flat keys, speculators keeps the layers apa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import Tensor
 
 from draftline.errors import CheckpointError, ConfigError
-from draftline.formats.facts import LAYER_TYPES, Facts, agreed, refuse_other_models
-from draftline.formats.folder import DrafterFiles
-from draftline.formats.formats import Format
+from draftline.formats.files import DrafterFiles
 from draftline.targets.layers import default_target_layer_ids, from_aux_hidden_state_layer_ids
+
+Format = Literal["zlab", "specforge", "modelopt", "nemo", "torchspec", "deepspec", "speculators"]
+
+_BY_ARCHITECTURE: dict[str, Format] = {
+    "DFlashDraftModel": "zlab",
+    "Qwen3DFlashDraftModel": "nemo",
+    "Qwen3DSparkModel": "deepspec",
+}
+
+_OTHER_ARCHITECTURES = {
+    "DFlash2DraftModel": "DFlash 2 adds convolutions and a candidate selector",
+    "Qwen3DFlash2DraftModel": "DFlash 2 adds convolutions and a candidate selector",
+    "DSparkSpeculator": "DSpark adds a Markov head and a confidence head",
+    "DSparkDraftModel": "DSpark adds a Markov head and a confidence head",
+    "Gemma4DSparkModel": "its layers are Gemma's",
+    "LiLiCorrDraftModel": "LiLiCorr adds a reranker",
+}
+
+_OTHER_TENSORS = {
+    "attention_conv": "the convolutions of DFlash 2",
+    "mlp_conv": "the convolutions of DFlash 2",
+    "candidate_selector": "the candidate selector of DFlash 2",
+    "markov_head": "the Markov head of DSpark",
+    "markov_w1": "the Markov head of DSpark",
+    "confidence_head": "the confidence head of DSpark",
+    "confidence_proj": "the confidence head of DSpark",
+    "prefix_gru": "the correction head of Domino",
+    "embed_proj": "the correction head of Domino",
+    "attention_sink": "learned attention sinks",
+}
+
+_TARGETS_OWN: dict[Format, tuple[str, ...]] = {
+    "torchspec": ("embed_tokens.weight",),
+    "deepspec": ("embed_tokens.weight", "lm_head.weight"),
+    "speculators": ("embed_tokens.weight", "lm_head.weight", "verifier_norm.weight", "verifier_lm_head.weight", "t2d"),
+}
+"""Frozen copies of the target's tensors that a format stores and its readers rebuild from the target; and `t2d`, which
+says what `d2t` says."""
+
+_TORCHSPEC_NAMES = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+_OTHER_MODELS = {
+    "attention_bias": (False, "biases in its attention"),
+    "mlp_bias": (False, "biases in its MLP"),
+    "hidden_act": ("silu", "another activation"),
+    "quantization_config": (None, "quantised weights"),
+    "projector_type": (None, "a correction head"),
+    "markov_rank": (0, "the Markov head of DSpark"),
+    "enable_confidence_head": (False, "the confidence head of DSpark"),
+    "use_confidence_head": (False, "the confidence head of DSpark"),
+    "attention_sink_bias": (False, "learned attention sinks"),
+    "attention_value_scale": (1.0, "scaled attention values"),
+    "conv_kernel_size": (0, "the convolutions of DFlash 2"),
+    "selector_rank": (0, "the candidate selector of DFlash 2"),
+    "enable_d2_feature": (False, "features of real prefix tokens"),
+    "num_experts": (0, "a mixture of experts"),
+}
+"""Keys whose presence, with another value than this, means a model that `DFlashDraftModel` does not compute."""
 
 _NESTED_KEYS = {
     "block_size",
@@ -33,6 +107,97 @@ _NOT_IN_SPECULATORS = ("num_target_layers", "bos_token_id", "eos_token_id", "ini
 """Taken from the weights' header, if Draftline wrote it."""
 
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one folder says; None where it says nothing.
+
+    Attributes:
+        stack: the keys that describe the layers, named as in a Qwen3 configuration.
+        where: names the file in messages.
+        target_layer_ids: convention A.
+        num_target_layers: depth of the target.
+        sliding_window_causal: whether slots of sliding layers see only earlier slots.
+        draft_vocab_size: tokens that the drafter can say; None where it is all of them.
+        scales: what the target does to embeddings and logits, where the folder says so.
+    """
+
+    stack: Mapping[str, Any]
+    where: str
+    target_layer_ids: tuple[int, ...]
+    block_size: int | None
+    mask_token_id: int | None
+    num_target_layers: int | None
+    sample_from_anchor: bool | None
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    sliding_window_causal: bool = True
+    draft_vocab_size: int | None = None
+    scales: Mapping[str, float | None] = field(default_factory=dict)
+
+
+def detect(tree: Mapping[str, Any], names: set[str], where: str) -> Format:
+    """Which format a configuration and its tensors' names are in.
+
+    Raises:
+        CheckpointError: another kind of drafter, or none that is known.
+    """
+    kind = tree.get("speculators_model_type")
+    if kind == "dflash":
+        return "speculators"
+    if kind is not None:
+        raise CheckpointError(f"{where}: a speculators model of type {kind!r}: only 'dflash' is a DFlash drafter")
+    architectures = tree.get("architectures") or []
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    if "context_proj.weight" in names or tree.get("model_type") == "dflash":
+        return "torchspec"
+    if name in _OTHER_ARCHITECTURES:
+        raise CheckpointError(f"{where}: {name} is not computed here: {_OTHER_ARCHITECTURES[name]}")
+    if name not in _BY_ARCHITECTURE:
+        known = ", ".join([*_BY_ARCHITECTURE, "DFlashSpeculator"])
+        raise CheckpointError(f"{where}: architectures {architectures} is not a known drafter: known are {known}")
+    if name != "DFlashDraftModel":
+        return _BY_ARCHITECTURE[name]
+    if "auto_map" in tree:
+        return "specforge"
+    nested = tree.get("dflash_config", {})
+    return "modelopt" if {"causal", "use_swa"} & nested.keys() else "zlab"
+
+
+def our_tensors(files: DrafterFiles, form: Format) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The drafter's own tensors under our names, and what lies beside them and is not needed.
+
+    Raises:
+        CheckpointError: the tensors belong to another kind of drafter.
+    """
+    for name in files.tensors:
+        part = next((part for part in _OTHER_TENSORS if part in name), None)
+        if part is not None:
+            raise CheckpointError(f"{files.folder} has {name}, {_OTHER_TENSORS[part]}: not computed here")
+    mapping = sorted({"t2d", "d2t"} & files.tensors.keys())
+    layers = files.tree.get("transformer_layer_config", {})
+    if mapping and (form != "speculators" or files.tree.get("draft_vocab_size") == layers.get("vocab_size")):
+        raise CheckpointError(
+            f"{files.folder} has {mapping[0]}, of a reduced vocabulary, and its config.json knows of none: "
+            "export the drafter again"
+        )
+    targets = {name: files.tensors[name] for name in _TARGETS_OWN.get(form, ()) if name in files.tensors}
+    own = {name: tensor for name, tensor in files.tensors.items() if name not in targets}
+    if form != "torchspec":
+        return own, targets
+    twice = sorted(name for name in own if _torchspec_name(name) != name and _torchspec_name(name) in own)
+    if twice:
+        raise CheckpointError(
+            f"{files.folder} has {twice[0]} and {_torchspec_name(twice[0])}, two names of the same tensor: "
+            "remove what does not belong"
+        )
+    return {_torchspec_name(name): tensor for name, tensor in own.items()}, targets
+
+
+def _torchspec_name(name: str) -> str:
+    prefix = next((old for old in _TORCHSPEC_NAMES if name.startswith(old)), None)
+    return name if prefix is None else _TORCHSPEC_NAMES[prefix] + name.removeprefix(prefix)
 
 
 def facts_of(files: DrafterFiles, form: Format) -> Facts:
@@ -262,3 +427,29 @@ def _default_ids(depth: int | None, count: int | None, where: str) -> tuple[int,
     if depth is None or count is None:
         raise CheckpointError(f"{where} has no target_layer_ids: add the layers that it was trained on")
     return default_target_layer_ids(depth, count)
+
+
+def refuse_other_models(tree: Mapping[str, Any], where: str) -> None:
+    """Refuse what would load and then compute something else.
+
+    Raises:
+        CheckpointError: a key announces parts that a DFlash drafter does not have.
+    """
+    for name, (neutral, what) in _OTHER_MODELS.items():
+        found = tree.get(name)
+        if found is not None and found != neutral:
+            raise CheckpointError(f"{where}: {name} = {found!r}: this drafter has {what}, which are not computed here")
+
+
+def agreed(name: str, places: Mapping[str, Any], where: str) -> Any:
+    """The one value that is said in any of several places, or None.
+
+    Raises:
+        CheckpointError: two places disagree; readers would differ in which one they believe.
+    """
+    said = {place: value for place, value in places.items() if value is not None}
+    values = list(said.values())
+    if any(value != values[0] for value in values):
+        listed = ", ".join(f"{value!r} in {place}" for place, value in said.items())
+        raise CheckpointError(f"{where}: {name} is {listed}: readers differ in which they use; make them equal")
+    return values[0] if values else None
