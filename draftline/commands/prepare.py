@@ -163,11 +163,13 @@ def inspect(
     """Show conversations with their supervised tokens marked, and a block drawn."""
     from rich.console import Console
 
-    from draftline.data.inspect import as_html, as_text, inspect_dataset
+    from draftline.data.inspect import as_text, inspect_dataset, page_values
+    from draftline.page.frame import render
 
     views = inspect_dataset(folder, count=count, block_size=block_size)
     console = Console()
     console.print(as_text(views, color=console.is_terminal))
     write_json(json_out, [view.as_json() for view in views])
     if html is not None:
-        write_file(html, as_html(folder, views))
+        values = page_values(folder, views)
+        write_file(html, render("inspect.html", title="Prepared conversations", sections=[], context=values))

@@ -7,35 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftline.data.dataset import TOKENIZER_KEY, PreparedDataset
+from draftline.data.render import decode, text_pieces
 from draftline.errors import DataError
 
-_LEGEND = "[...] supervised   ^ anchor   _ the slots that the block at the first anchor predicts"
+_COLORS = {"slot": "black on yellow", "supervised anchor": "underline green", "supervised": "green", "": "dim"}
+"""How tokens are drawn in a terminal, by their style."""
 
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Prepared conversations: {{ folder }}</title>
-<style>
-body { font: 15px/1.6 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #1a1a1a }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f6f6f4; padding: 1rem; border-radius: 6px }
-.s { background: #cdeccd } .a { border-bottom: 3px solid #b35c00 }
-.b { background: #ffd58a; outline: 1px solid #b35c00 }
-h2 { font-size: 1rem; margin-top: 2rem } .legend span { padding: 0 .4em }
-</style></head><body>
-<h1>Prepared conversations</h1>
-<p>{{ folder }}: {{ total }} conversations, {{ "%.1f"|format(share * 100) }} % of the tokens supervised.</p>
-<p class="legend"><span class="s">supervised</span> <span class="s a">anchor</span>
-<span class="b">slots of one block</span></p>
-{% for view in views %}<h2>{{ view.source }}, line {{ view.line }}: {{ view.input_ids|length }} tokens,
-{{ view.supervised }} supervised</h2>
-<pre>{% for token in view.tokens %}<span class="{{ token.style }}">{{ token.text }}</span>{% endfor %}</pre>
-{% endfor %}</body></html>
-"""
+_LEGEND = "[...] supervised   ^ anchor   _ the slots that the block at the first anchor predicts"
 
 
 @dataclass(frozen=True)
@@ -49,10 +33,8 @@ class Token:
 
     @property
     def style(self) -> str:
-        """Class names of the page."""
-        if self.slot:
-            return "b"
-        return " ".join(["s"] * self.supervised + ["a"] * self.anchor)
+        """What it is, in one or two words; class names of the page."""
+        return "slot" if self.slot else " ".join(["supervised"] * self.supervised + ["anchor"] * self.anchor)
 
 
 @dataclass(frozen=True)
@@ -115,8 +97,8 @@ def _view(
         line=line,
         input_ids=ids.tolist(),
         loss_mask=mask.tolist(),
-        supervised_text=_decode(tokenizer, ids[supervised]),
-        text=_decode(tokenizer, ids),
+        supervised_text=decode(tokenizer, ids[supervised].tolist()),
+        text=decode(tokenizer, ids.tolist()),
         tokens=list(_tokens(tokenizer, ids, supervised, block_size)),
     )
 
@@ -132,27 +114,9 @@ def _tokens(
         run = mask[first + 1 : first + block_size]
         length = int(run.argmin()) if not run.all() else len(run)
         slots[first + 1 : first + 1 + length] = True
-    texts = _token_texts(tokenizer, ids)
+    texts = text_pieces(tokenizer, ids.tolist())
     for text, supervised, anchor, slot in zip(texts, mask.tolist(), anchors.tolist(), slots.tolist(), strict=True):
         yield Token(text, supervised, anchor, slot)
-
-
-def _token_texts(tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int32]) -> list[str]:
-    """The text that each token adds. A character spread over several tokens appears with its last one."""
-    texts, pending = [], []
-    for token_id in ids.tolist():
-        pending.append(token_id)
-        text = _decode(tokenizer, pending)
-        if text.endswith("\ufffd") and len(pending) < 4:
-            texts.append("")
-        else:
-            texts.append(text)
-            pending = []
-    return texts
-
-
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int] | NDArray[np.int32]) -> str:
-    return str(tokenizer.decode(list(map(int, ids)), clean_up_tokenization_spaces=False))
 
 
 def as_text(views: Sequence[ConversationView], *, color: bool) -> Text:
@@ -171,7 +135,7 @@ def as_text(views: Sequence[ConversationView], *, color: bool) -> Text:
                 drawn.append("[" if token.supervised else "]")
             before = token.supervised
             if color:
-                drawn.append(token.text, _color(token))
+                drawn.append(token.text, _COLORS[token.style])
                 continue
             mark = "^" if token.anchor and not shown_anchor else "_" if token.slot else ""
             shown_anchor = shown_anchor or token.anchor
@@ -180,17 +144,8 @@ def as_text(views: Sequence[ConversationView], *, color: bool) -> Text:
     return drawn
 
 
-def _color(token: Token) -> str:
-    if token.slot:
-        return "black on yellow"
-    if token.anchor:
-        return "underline green"
-    return "green" if token.supervised else "dim"
-
-
-def as_html(folder: Path, views: Sequence[ConversationView]) -> str:
-    """The conversations as one page without any outside resource."""
+def page_values(folder: Path, views: Sequence[ConversationView]) -> dict[str, Any]:
+    """What the page of conversations (`page/templates/inspect.html`) shows."""
     dataset = PreparedDataset.open(folder)
     share = float(dataset.supervised_lengths.sum()) / max(1, int(dataset.lengths.sum()))
-    page = jinja2.Environment(autoescape=True).from_string(_PAGE)
-    return page.render(folder=folder.name, total=len(dataset), share=share, views=views)
+    return {"folder": folder.name, "total": len(dataset), "share": share, "views": views}

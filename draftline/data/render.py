@@ -1,4 +1,4 @@
-"""From a row to token ids and the loss mask.
+"""From a row to token ids and the loss mask, and from token ids back to their text.
 
 The ids are exactly what the target's own chat template gives for the whole conversation, tokenised once. The mask is
 true on the tokens that lie wholly inside an answer's span; a token that the tokenizer merged from the template's text
@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from transformers import PreTrainedTokenizerBase
 
 from draftline.data.conversations import Conversation, FormattedText, Message, TokenRow, Unusable
 from draftline.data.spans import AnswerNotFound, TurnSpan, locate_answers
@@ -25,6 +26,9 @@ from draftline.data.template import ChatTemplate, Refused
 
 _BATCH = 64
 """Conversations that are tokenised in one call."""
+
+_CONTEXT = 8
+"""Tokens before a piece that are decoded with it; a character takes at most four of them."""
 
 Supervise = Literal["answers", "last", "all"]
 
@@ -222,3 +226,26 @@ def check_tokens(row: TokenRow, vocab_size: int, options: MaskOptions) -> Render
         before = np.flatnonzero(~mask[: np.flatnonzero(mask)[-1]])
         mask[: before[-1] + 1 if len(before) else 0] = False
     return RenderedConversation("", np.array(row.input_ids, dtype=np.int32), mask)
+
+
+def text_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """The text that each token adds; joined they are the text of all, special tokens included.
+
+    A character that is spread over several tokens belongs to the last of them, the others have an empty piece. The
+    last token has what is left, even half a character.
+    """
+    pieces: list[str] = []
+    pending = 0  # tokens without a piece of their own yet, which complete no character
+    for end in range(1, len(token_ids) + 1):
+        start = end - pending - 1
+        context = list(token_ids[max(0, start - _CONTEXT) : start])
+        before, after = decode(tokenizer, context), decode(tokenizer, [*context, *token_ids[start:end]])
+        complete = not after.endswith("\ufffd") or end == len(token_ids) or pending + 1 >= _CONTEXT
+        pieces.append(after[len(before) :] if complete else "")
+        pending = 0 if complete else pending + 1
+    return pieces
+
+
+def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+    """The text of tokens, special ones included, with its spaces as they are."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

@@ -11,6 +11,7 @@ import torch
 from draftline.data.answers import answer_slots
 from draftline.data.chat_mode import ChatMode
 from draftline.data.prompts import Prompt
+from draftline.data.render import text_pieces
 from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate.acceptance import (
@@ -28,7 +29,6 @@ from draftline.evaluate.breakdown import CountedAnswer, by_file, by_output_lengt
 from draftline.evaluate.generate import Generation, tie_gap
 from draftline.evaluate.interval import ratio_interval
 from draftline.evaluate.mode import SameRendering, mode_of, mode_warnings
-from draftline.evaluate.pieces import text_pieces
 from draftline.evaluate.result import Counts, Difference, EvaluationResult, TurnResult
 from draftline.evaluate.settings import EvaluationSettings
 from draftline.evaluate.turn import DecodedTurn

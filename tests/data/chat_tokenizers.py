@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 SPECIALS = [
@@ -102,5 +102,32 @@ def make_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(_trained()), bos_token="<s>", eos_token="</s>", unk_token="<unk>"
     )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte: every character beyond ASCII is spread over two to four tokens."""
+    vocabulary = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    built = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    built.pre_tokenizer, built.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=built)
+
+
+def sentencepiece_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """As converted from a SentencePiece model: words begin with a mark that is decoded to a space, except at the start.
+
+    Characters that it does not have are spelt in bytes.
+    """
+    marks = ["<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>"]
+    texts = [*marks, *(f"<0x{byte:02X}>" for byte in range(256)), *(chr(c) for c in range(33, 127)), "▁", "ï"]
+    merges = [("▁", "f"), ("▁f", "o"), ("▁fo", "u"), ("▁fou", "r"), ("I", "t")]
+    vocabulary = {text: index for index, text in enumerate([*texts, *("".join(pair) for pair in merges)])}
+    built = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    built.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    built.decoder = decoders.Sequence(spaces)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = template
     return tokenizer

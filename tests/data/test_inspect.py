@@ -1,12 +1,15 @@
+import html
+import re
 from pathlib import Path
 
 import pytest
 
-from draftline.data.inspect import ConversationView, as_html, as_text, inspect_dataset
+from draftline.cli import run
+from draftline.data.inspect import ConversationView, as_text, inspect_dataset
 from draftline.data.pipeline import PrepareOptions
 from draftline.data.prepare import prepare
 from draftline.errors import DataError
-from tests.data.chat_tokenizers import CHATML, make_tokenizer
+from tests.data.chat_tokenizers import CHATML, make_tokenizer, sentencepiece_tokenizer
 
 ROW = '{"messages": [{"role": "user", "content": "<b>hi</b>"}, {"role": "assistant", "content": "It is 字 four"}]}'
 RENDERED = "<|im_start|>user\n<b>hi</b><|im_end|>\n<|im_start|>assistant\nIt is 字 four<|im_end|>\n"
@@ -44,11 +47,23 @@ def test_brackets_without_colour(views: list[ConversationView]) -> None:
     assert as_text(views, color=True).plain.count("[") == 0
 
 
-def test_page_escapes_the_text(views: list[ConversationView], tmp_path: Path) -> None:
-    page = as_html(tmp_path / "out", views)
-    assert "<b>hi</b>" not in page
-    assert "&lt;b&gt;" in page or "&lt;" in page
-    assert "http" not in page
+def test_tokens_of_a_sentencepiece_tokenizer_keep_their_spaces(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text('{"prompt": "One and two", "completion": "It is four 字"}', encoding="utf-8")
+    prepare(sentencepiece_tokenizer(CHATML), [str(tmp_path / "data.jsonl")], tmp_path / "out", PrepareOptions())
+    (view,) = inspect_dataset(tmp_path / "out")
+    assert "".join(token.text for token in view.tokens) == view.text
+    assert "It is four 字" in "".join(token.text for token in view.tokens if token.supervised)
+
+
+def test_page_shows_every_token_and_escapes_its_text(views: list[ConversationView], tmp_path: Path) -> None:
+    assert run(["inspect", str(tmp_path / "out"), "--html", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    (shown,) = re.findall(r"<pre[^>]*>(.*?)</pre>", page, re.DOTALL)
+    assert "<b>" not in shown
+    assert html.unescape(re.sub(r"<span class=\"[a-z ]*\">|</span>", "", shown)) == RENDERED
+    assert shown.count('class="supervised') + shown.count('class="slot') == views[0].supervised
+    assert "1 conversations" in page
+    assert "http" not in page.replace("http-equiv", "")
 
 
 def test_folder_without_data(tmp_path: Path) -> None:

@@ -1,10 +1,17 @@
 import pytest
 
 from draftline.data.conversations import Conversation, FunctionCall, Message, TokenRow, ToolCall, Unusable
-from draftline.data.render import MaskOptions, RenderedConversation, check_tokens, render_conversation
+from draftline.data.render import MaskOptions, RenderedConversation, check_tokens, render_conversation, text_pieces
 from draftline.data.template import ChatTemplate
 from draftline.errors import TemplateError
-from tests.data.chat_tokenizers import CHATML, TEMPLATES, THINKING, make_tokenizer
+from tests.data.chat_tokenizers import (
+    CHATML,
+    TEMPLATES,
+    THINKING,
+    byte_tokenizer,
+    make_tokenizer,
+    sentencepiece_tokenizer,
+)
 
 
 def chat(*turns: str, **last: object) -> Conversation:
@@ -132,3 +139,33 @@ def test_what_is_supervised_of_token_rows(supervise: str, given: list[int] | Non
 
 def test_token_rows_without_a_mask() -> None:
     assert check_tokens(TokenRow([5, 6], None), 10, MaskOptions()) == Unusable("no_loss_mask")
+
+
+TOKENIZERS = {"bytes": byte_tokenizer(), "sentencepiece": sentencepiece_tokenizer()}
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize("text", ["plain words", "naïve 数学 🙂🙂 end", "🙂", "", " two  spaces ", "\ufffd kept"])
+def test_pieces_join_to_the_text_and_none_is_half_a_character(name: str, text: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer(text)["input_ids"]
+    pieces = text_pieces(tokenizer, ids)
+    assert len(pieces) == len(ids)
+    assert "".join(pieces) == tokenizer.decode(ids) == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_every_token_has_the_text_that_it_adds() -> None:
+    ids = TOKENIZERS["bytes"]("aé🙂")["input_ids"]
+    assert text_pieces(TOKENIZERS["bytes"], ids) == ["a", "", "é", "", "", "", "🙂"]
+    ids = TOKENIZERS["sentencepiece"]("It four four")["input_ids"]
+    assert text_pieces(TOKENIZERS["sentencepiece"], ids) == ["", "It", " four", " four"]
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_an_output_that_ends_inside_a_character_loses_nothing(name: str) -> None:
+    tokenizer = TOKENIZERS[name]
+    ids = tokenizer("ab🙂")["input_ids"][:-1]
+    assert "".join(text_pieces(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(text_pieces(tokenizer, ids)).startswith("ab")
