@@ -8,15 +8,16 @@ them. The training code, and what each serving engine makes of an exported folde
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
+from transformers import PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from draftline.audit.reference import model_forward
 from draftline.config import DFlashConfig
 
 
@@ -247,6 +248,124 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = states.shape[-1] // 2
     turned = torch.cat([-states[..., half:], states[..., :half]], dim=-1)
     return states * cos[..., None, :] + turned * sin[..., None, :]
+
+
+@dataclass(frozen=True, eq=False)
+class ReferenceDrafter:
+    """A drafter with what it borrows from its target.
+
+    Attributes:
+        weights: float64 tensors by z-lab's names.
+        embed: ids [...] to [..., D], what the target's first layer receives for them.
+        logits: [n, D] to [n, V], or to [n, Vd] for a reduced vocabulary: the target's head with its factor and cap.
+        kept_ids: [Vd] increasing ids that it can say; None: all.
+    """
+
+    view: DrafterView
+    weights: Mapping[str, Tensor]
+    embed: Callable[[Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    kept_ids: Tensor | None
+
+    def with_weights(self, weights: Mapping[str, Tensor]) -> ReferenceDrafter:
+        """The same drafter at another moment of its training."""
+        return replace(self, weights=in_float64(weights))
+
+    def ids_of(self, rows: Tensor) -> Tensor:
+        """Token ids of rows of its head."""
+        return rows if self.kept_ids is None else self.kept_ids[rows]
+
+    def rows_of(self, ids: Tensor) -> Tensor:
+        """Rows of its head of ids that it can say."""
+        return ids if self.kept_ids is None else torch.searchsorted(self.kept_ids, ids)
+
+
+def drafter_of(config: DFlashConfig, weights: Mapping[str, Tensor], model: PreTrainedModel) -> ReferenceDrafter:
+    """A drafter from its configuration and its tensors, `d2t` among them if its vocabulary is reduced.
+
+    The head in float64 takes 8 * V * D bytes, and exists once.
+    """
+    d2t = weights.get("d2t")
+    kept_ids = None if d2t is None else d2t.cpu() + torch.arange(len(d2t))
+    view = view_of_config(config)
+    return ReferenceDrafter(
+        view=view,
+        weights=in_float64(weights),
+        embed=embedding_of(model),
+        logits=head_of(model, view.output_multiplier, view.final_logit_softcapping, kept_ids),
+        kept_ids=kept_ids,
+    )
+
+
+def in_float64(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Parameters by name, without the table of a reduced vocabulary, which is none."""
+    return {name: tensor.detach().double().cpu() for name, tensor in weights.items() if name != "d2t"}
+
+
+def embedding_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """Ids to what the first layer receives: the model's embedding module and the factor that follows it, if any.
+
+    The factor is measured on the difference of two tokens, so that learned positions drop out; as rounding blurs it,
+    the number of the configuration that is nearest to it is taken.
+    """
+    module: Any = model.get_input_embeddings()
+    ids = module.weight.detach().float().norm(dim=1).topk(2).indices
+    with torch.no_grad():
+        row = module(ids).double().diff(dim=0)[0]
+    first = torch.cat([model_forward(model, ids[i : i + 1]).first_input for i in (0, 1)]).double().diff(dim=0)[0]
+    measured = float(row @ first / row.square().sum())
+    values = model.config.get_text_config(decoder=True).to_dict().values()
+    numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
+    factor = min([1.0, *numbers], key=lambda number: abs(number - measured))
+
+    def embed(token_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            rows = module(token_ids.to(module.weight.device))
+        return (rows if factor == 1.0 else rows * factor).double().cpu()
+
+    return embed
+
+
+def head_of(
+    model: PreTrainedModel, multiplier: float, softcap: float | None, kept_ids: Tensor | None
+) -> Callable[[Tensor], Tensor]:
+    """Normed states to logits through the model's output matrix, or through some of its rows.
+
+    Args:
+        multiplier, softcap: what the model does to its logits: times the first, then c * tanh(logits / c).
+        kept_ids: [Vd] rows to keep; None: all.
+    """
+    head: Any = model.get_output_embeddings()
+    rows = slice(None) if kept_ids is None else kept_ids.to(head.weight.device)
+    weight_VD = head.weight.detach()[rows].double().cpu()
+    bias = head.bias if hasattr(head, "bias") else None
+    bias_V = 0.0 if bias is None else bias.detach()[rows].double().cpu()
+
+    def logits(hidden_nD: Tensor) -> Tensor:
+        found = (hidden_nD @ weight_VD.T + bias_V) * multiplier
+        return found if softcap is None else softcap * torch.tanh(found / softcap)
+
+    return logits
+
+
+def block_outputs(drafter: ReferenceDrafter, input_ids: Tensor, states: Tensor, anchors: Sequence[int]) -> Tensor:
+    """Outputs of the blocks at some anchors of one conversation, [A, P, D] after the drafter's `norm`.
+
+    Args:
+        input_ids: [S] its tokens, at least up to the last anchor.
+        states: [S, L*D] states of its tokens; those before an anchor are all that its block reads.
+    """
+    view = drafter.view
+    assert view.mask_token_id is not None, "the drafter's configuration names no mask token"
+    ids_AP = torch.full((len(anchors), view.block_size), view.mask_token_id)
+    ids_AP[:, 0] = input_ids.cpu()[list(anchors)]
+    return reference_blocks(view, drafter.weights, states, anchors, drafter.embed(ids_AP))
+
+
+def said(drafter: ReferenceDrafter, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The best token of each row of logits as a target's id, and how far the second is below it."""
+    best = logits.detach().topk(min(2, logits.shape[-1]), dim=-1).values
+    return drafter.ids_of(logits.detach().argmax(-1)), best[..., 0] - best[..., -1]
 
 
 def with_rope(view: DrafterView, **changes: Any) -> DrafterView:

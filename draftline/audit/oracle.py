@@ -1,0 +1,584 @@
+"""The reference run: a second trainer, naive and in float64, that shares no code with the one it judges.
+
+    order       plan_run, plan_heldout, held_out      which conversations, in which rows, in which steps
+    blocks      draw_anchors, capture, speak          one conversation: anchors, states, labels, loss, counts
+    step        step_gradient, clip, learning_rate, adamw, train_step
+    figures     evaluate, figures, log_lines, checkpoints
+    beginning   kept_tokens, first_weights, weights_of_target
+
+It follows `docs/concepts/semantics.md`, whose sections are named below, and takes plain tensors and lists: what was
+recorded of a run, or what is to be compared with it. There are no packed rows here: every conversation is computed
+alone. The target runs through transformers (`reference.py`), the drafter's forward is in `drafter_reference.py`, walk
+and decoding are in `oracle_decoding.py`. All arithmetic is in float64 on the CPU; ids are as the target numbers them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from draftline.audit.drafter_reference import ReferenceDrafter, block_outputs, said
+from draftline.audit.reference import decoder_layers, model_forward, naive_slots, naive_weights
+from draftline.config import DFlashConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+
+HELDOUT_SEED = HELDOUT_EPOCH = 0
+"""What the anchors of held-out rows are drawn with, whatever the seed of the run (section 3)."""
+
+_PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
+_ADAM_EPS = 1e-8
+_CLIP_EPS = 1e-6
+
+
+# Order (section 1)
+
+
+@dataclass(frozen=True)
+class PlannedRow:
+    """A row before anything was computed: its place among all rows, its step, its pass, and its conversations."""
+
+    sequence_number: int
+    step: int
+    last_of_step: bool
+    epoch: int
+    sample_ids: tuple[int, ...]
+
+
+def held_out(prompt_hashes: Sequence[int] | NDArray[np.uint64], fraction: float) -> tuple[list[int], list[int]]:
+    """Sample ids to train on and to hold out where there is no held-out folder, both increasing."""
+    hashes = [int(value) for value in prompt_hashes]
+    prompts = sorted(set(hashes))
+    count = min(max(round(len(prompts) * fraction), 1), len(prompts) - 1) if fraction > 0 else 0
+    kept_back = {prompts[j] for j in np.random.default_rng(len(prompts)).permutation(len(prompts))[:count]}
+    training = [i for i, value in enumerate(hashes) if value not in kept_back]
+    return training, [i for i, value in enumerate(hashes) if value in kept_back]
+
+
+def plan_run(sample_ids: Sequence[int], lengths: Sequence[int], train: TrainConfig) -> list[PlannedRow]:
+    """All rows of a run.
+
+    Args:
+        sample_ids: conversations of the training side, in ascending order.
+        lengths: tokens of each.
+    """
+    assert len(lengths), "a run has conversations"
+    wanted = None if train.max_steps is None else train.max_steps * train.rows_per_step
+    rows: list[tuple[int, tuple[int, ...]]] = []
+    epoch = 0
+    while epoch < train.epochs if wanted is None else len(rows) < wanted:
+        order = np.random.default_rng([train.seed % 2**63, epoch]).permutation(len(lengths)).tolist()
+        in_order = [sample_ids[i] for i in order], [lengths[i] for i in order]
+        rows += [(epoch, row) for row in _pack(*in_order, train.tokens_per_row)]
+        epoch += 1
+    rows = rows[:wanted]
+    return [
+        PlannedRow(
+            sequence_number=number,
+            step=number // train.rows_per_step,
+            last_of_step=(number + 1) % train.rows_per_step == 0 or number + 1 == len(rows),
+            epoch=epoch,
+            sample_ids=row,
+        )
+        for number, (epoch, row) in enumerate(rows)
+    ]
+
+
+def plan_heldout(sample_ids: Sequence[int], lengths: Sequence[int], tokens_per_row: int) -> list[PlannedRow]:
+    """Rows of the held-out side, in the given order."""
+    rows = _pack(sample_ids, lengths, tokens_per_row)
+    return [PlannedRow(number, number, True, HELDOUT_EPOCH, row) for number, row in enumerate(rows)]
+
+
+def _pack(sample_ids: Sequence[int], lengths: Sequence[int], tokens_per_row: int) -> list[tuple[int, ...]]:
+    rows: list[list[int]] = []
+    used = 0
+    for sample_id, length in zip(sample_ids, lengths, strict=True):
+        if not rows or used + length > tokens_per_row:
+            rows.append([])
+            used = 0
+        rows[-1].append(int(sample_id))
+        used += length
+    return [tuple(row) for row in rows]
+
+
+# Conversations, anchors and labels (sections 2 and 3)
+
+
+@dataclass(frozen=True, eq=False)
+class Conversation:
+    """A conversation as it reaches the drafter.
+
+    Attributes:
+        input_ids: [S] int64.
+        loss_mask: [S] bool.
+        states: [S, L*D] captured states.
+        next_ids: [S] the target's own greedy next tokens.
+        best_kept_ids: [S] its best ones among the tokens that the drafter can say; None where it can say all.
+    """
+
+    sample_id: int
+    input_ids: Tensor
+    loss_mask: Tensor
+    states: Tensor
+    next_ids: Tensor
+    best_kept_ids: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Conversations that travel together in pass `epoch`."""
+
+    epoch: int
+    conversations: tuple[Conversation, ...]
+
+
+def split_row(
+    epoch: int,
+    sample_ids: Sequence[int],
+    lengths: Sequence[int],
+    input_ids: Tensor,
+    loss_mask: Tensor,
+    states: Tensor,
+    next_ids: Tensor,
+    best_kept_ids: Tensor | None,
+) -> Row:
+    """A packed row, cut where its conversations end.
+
+    Args:
+        sample_ids, lengths: of its conversations, in row order.
+        input_ids, loss_mask, states, next_ids, best_kept_ids: as in `Conversation`, [S, ...] over the whole row.
+    """
+    cut = [tensor.cpu().split(list(lengths)) for tensor in (input_ids, loss_mask, states, next_ids)]
+    kept = [None] * len(lengths) if best_kept_ids is None else best_kept_ids.cpu().split(list(lengths))
+    return Row(epoch, tuple(Conversation(*parts) for parts in zip(sample_ids, *cut, kept, strict=True)))
+
+
+def draw_anchors(loss_mask: Tensor, sample_id: int, epoch: int, seed: int, budget: int) -> list[int]:
+    """Anchors of one conversation, increasing positions in it.
+
+    Args:
+        loss_mask: [S] bool.
+        budget: `train.num_anchors`.
+    """
+    mask = loss_mask.tolist()
+    eligible = [t for t in range(len(mask) - 1) if mask[t] and mask[t + 1]]
+    if len(eligible) <= budget:
+        return eligible
+    return sorted(np.random.default_rng((seed, epoch, sample_id)).choice(eligible, size=budget, replace=False).tolist())
+
+
+def row_anchors(row: Row, seed: int, budget: int) -> list[list[int]]:
+    """The draw of every conversation of a row."""
+    return [draw_anchors(item.loss_mask, item.sample_id, row.epoch, seed, budget) for item in row.conversations]
+
+
+def in_row_positions(row: Row, anchors: Sequence[Sequence[int]]) -> list[int]:
+    """Anchors of the conversations as positions of the packed row."""
+    starts = accumulate((len(item.input_ids) for item in row.conversations), initial=0)
+    return [start + anchor for start, of_one in zip(starts, anchors, strict=False) for anchor in of_one]
+
+
+def capture(
+    model: PreTrainedModel, drafter: ReferenceDrafter, sample_id: int, input_ids: Tensor, loss_mask: Tensor
+) -> Conversation:
+    """A conversation, [S] ids and mask, with what the target alone says of it."""
+    output = model_forward(model, input_ids)
+    return Conversation(
+        sample_id=sample_id,
+        input_ids=input_ids,
+        loss_mask=loss_mask,
+        states=output.states(drafter.view.target_layer_ids).cpu(),
+        next_ids=output.next_ids.cpu(),
+        best_kept_ids=None if drafter.kept_ids is None else output.best_of(drafter.kept_ids).cpu(),
+    )
+
+
+def decay_gamma(loss: LossConfig, block_size: int) -> float:
+    """The decay of the loss weights in force."""
+    return loss.decay_gamma or _PUBLISHED_GAMMA.get(block_size, block_size / 2)
+
+
+# Loss and counts (sections 5 and 6)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Sums over slots; lists have one number per place in the block. Added, and divided only when read.
+
+    Attributes:
+        slots, right, right_in_data, run, reached: [P], see section 6.
+        blocks: blocks with a supervised slot.
+        tokens: tokens of the conversations.
+        loss_sum: weighted cross entropy in nats; weight_sum: the weights.
+    """
+
+    slots: tuple[int, ...]
+    right: tuple[int, ...]
+    right_in_data: tuple[int, ...]
+    run: tuple[int, ...]
+    reached: tuple[int, ...]
+    blocks: int
+    tokens: int
+    loss_sum: float
+    weight_sum: float
+
+    def __add__(self, other: Counts) -> Counts:
+        summed: dict[str, Any] = {}
+        for field in fields(self):
+            ours, theirs = getattr(self, field.name), getattr(other, field.name)
+            listed = isinstance(ours, tuple)
+            summed[field.name] = tuple(map(sum, zip(ours, theirs, strict=True))) if listed else ours + theirs
+        return Counts(**summed)
+
+    @staticmethod
+    def zero(block_size: int) -> Counts:
+        """Nothing counted."""
+        none = (0,) * block_size
+        return Counts(none, none, none, none, none, 0, 0, 0.0, 0.0)
+
+    def divisor(self, loss: LossConfig) -> float:
+        """What the summed loss of a step is divided by."""
+        return float(sum(self.slots)) if loss.denominator == "slots" else self.weight_sum
+
+
+@dataclass(frozen=True, eq=False)
+class Spoken:
+    """What the drafter says in the n supervised slots of one conversation.
+
+    Attributes:
+        slots: (index of the anchor, slot, position predicted) of each, block by block.
+        ids: [n] the tokens said; gaps: [n] distance of the two best logits.
+        loss: scalar, sum of weight * cross entropy, with a gradient where the weights want one.
+    """
+
+    slots: list[tuple[int, int, int]]
+    ids: Tensor
+    gaps: Tensor
+    loss: Tensor
+    counts: Counts
+
+
+def speak(drafter: ReferenceDrafter, item: Conversation, anchors: Sequence[int], loss: LossConfig) -> Spoken:
+    """Loss and counts of the blocks at some anchors of one conversation."""
+    view, gamma = drafter.view, decay_gamma(loss, drafter.view.block_size)
+    slots = naive_slots([item], anchors, view.block_size, view.first)
+    nothing = replace(Counts.zero(view.block_size), tokens=len(item.input_ids))
+    if not slots:
+        return Spoken([], torch.zeros(0, dtype=torch.int64), torch.zeros(0), torch.zeros(()), nothing)
+    block, place, position = (torch.tensor(column) for column in zip(*slots, strict=True))
+    next_ids, data_ids = item.next_ids[position - 1], item.input_ids[position]
+    taught = next_ids if item.best_kept_ids is None else item.best_kept_ids[position - 1]
+    labels = drafter.rows_of(taught if loss.labels == "target" else data_ids)
+    weights = torch.tensor(naive_weights(view.block_size, gamma, view.first), dtype=torch.float64)[place]
+
+    logits_nV = drafter.logits(block_outputs(drafter, item.input_ids, item.states, anchors)[block, place])
+    nats = logits_nV.logsumexp(-1) - logits_nV.gather(1, labels[:, None])[:, 0]
+    loss_sum = (weights * nats).sum()
+    ids, gaps = said(drafter, logits_nV)
+    counts = replace(
+        _count(slots, (ids == next_ids).tolist(), (ids == data_ids).tolist(), nothing),
+        loss_sum=loss_sum.item(),
+        weight_sum=weights.sum().item(),
+    )
+    return Spoken(slots, ids, gaps, loss_sum, counts)
+
+
+def _count(
+    slots: Sequence[tuple[int, int, int]], right: Sequence[bool], right_in_data: Sequence[bool], nothing: Counts
+) -> Counts:
+    """One slot after the other, each block from its first."""
+    names = ("slots", "right", "right_in_data", "run", "reached")
+    tables: dict[str, Any] = {name: [0] * len(nothing.slots) for name in names}
+    last_block, unbroken, blocks = -1, True, 0
+    for (block, place, _), is_right, is_right_in_data in zip(slots, right, right_in_data, strict=True):
+        if block != last_block:
+            last_block, unbroken, blocks = block, True, blocks + 1
+        reached = unbroken
+        unbroken = unbroken and is_right
+        for name, happened in zip(names, (True, is_right, is_right_in_data, unbroken, reached), strict=True):
+            tables[name][place] += happened
+    changed: dict[str, Any] = {name: tuple(table) for name, table in tables.items()}
+    return replace(nothing, blocks=blocks, **changed)
+
+
+# One step (section 5)
+
+
+@dataclass(frozen=True, eq=False)
+class StepGradient:
+    """What the rows of one optimiser step say.
+
+    Attributes:
+        counts: over all rows.
+        spoken: per row and conversation.
+        gradients: by name, divided, not clipped; empty where no slot is supervised.
+        norm: their global norm.
+    """
+
+    counts: Counts
+    spoken: list[list[Spoken]]
+    gradients: dict[str, Tensor]
+    norm: float
+
+
+def step_gradient(
+    drafter: ReferenceDrafter, rows: Sequence[Row], anchors: Sequence[Sequence[Sequence[int]]], loss: LossConfig
+) -> StepGradient:
+    """Gradient of one optimiser step.
+
+    Args:
+        anchors: per row and conversation, as `row_anchors` draws them.
+    """
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in drafter.weights.items()}
+    learning = replace(drafter, weights=leaves)
+    sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
+    counts = Counts.zero(drafter.view.block_size)
+    spoken: list[list[Spoken]] = []
+    for row, of_row in zip(rows, anchors, strict=True):
+        spoken.append([])
+        for item, of_one in zip(row.conversations, of_row, strict=True):
+            heard = speak(learning, item, of_one, loss)
+            if heard.slots:
+                found = torch.autograd.grad(heard.loss, list(leaves.values()))
+                sums = {name: sums[name] + part for name, part in zip(leaves, found, strict=True)}
+            spoken[-1].append(replace(heard, loss=heard.loss.detach()))
+            counts = counts + heard.counts
+    if not sum(counts.slots):
+        return StepGradient(counts, spoken, {}, 0.0)
+    gradients = {name: total / counts.divisor(loss) for name, total in sums.items()}
+    return StepGradient(counts, spoken, gradients, global_norm(gradients))
+
+
+def global_norm(gradients: Mapping[str, Tensor]) -> float:
+    """Root of the sum of the squares of all entries."""
+    return math.sqrt(math.fsum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+def clip(gradients: Mapping[str, Tensor], clip_norm: float) -> dict[str, Tensor]:
+    """Gradients as the optimiser receives them."""
+    factor = min(1.0, clip_norm / (global_norm(gradients) + _CLIP_EPS))
+    return {name: gradient * factor for name, gradient in gradients.items()}
+
+
+def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
+    """Rate of the update number `step`, from 0."""
+    warmup = round(optim.warmup_fraction * total_steps)
+    if step < warmup:
+        return optim.learning_rate * (step + 1) / (warmup + 1)
+    share = (step - warmup) / max(1, total_steps - 1 - warmup)
+    fall = (1 + math.cos(math.pi * share)) / 2
+    return optim.learning_rate * (optim.final_fraction + (1 - optim.final_fraction) * fall)
+
+
+@dataclass(frozen=True, eq=False)
+class Moment:
+    """What AdamW remembers of one parameter: running means of gradient and squared gradient, and its updates."""
+
+    mean: Tensor
+    square: Tensor
+    updates: int
+
+    @staticmethod
+    def zero(weight: Tensor) -> Moment:
+        """Before the first update."""
+        return Moment(torch.zeros_like(weight), torch.zeros_like(weight), 0)
+
+
+def moments_of(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Moment]:
+    """Moments in float64 from a checkpoint's `<parameter>.exp_avg`, `.exp_avg_sq` and `.step`; zero where none is."""
+    return {
+        name: Moment(
+            tensors[f"{name}.exp_avg"].double().cpu(),
+            tensors[f"{name}.exp_avg_sq"].double().cpu(),
+            int(tensors[f"{name}.step"]),
+        )
+        if f"{name}.step" in tensors
+        else Moment.zero(weight)
+        for name, weight in weights.items()
+    }
+
+
+def adamw(weight: Tensor, gradient: Tensor, moment: Moment, rate: float, optim: OptimConfig) -> tuple[Tensor, Moment]:
+    """One update of one parameter by its clipped gradient (Loshchilov and Hutter, arXiv 1711.05101)."""
+    updates = moment.updates + 1
+    mean = optim.beta1 * moment.mean + (1 - optim.beta1) * gradient
+    square = optim.beta2 * moment.square + (1 - optim.beta2) * gradient.square()
+    direction = mean / (1 - optim.beta1**updates) / ((square / (1 - optim.beta2**updates)).sqrt() + _ADAM_EPS)
+    return weight - rate * optim.weight_decay * weight - rate * direction, Moment(mean, square, updates)
+
+
+@dataclass(frozen=True, eq=False)
+class StepOutcome:
+    """One whole step: its gradient, the rate, and weights and moments after it."""
+
+    gradient: StepGradient
+    rate: float
+    weights: dict[str, Tensor]
+    moments: dict[str, Moment]
+
+
+def train_step(
+    drafter: ReferenceDrafter,
+    moments: Mapping[str, Moment],
+    rows: Sequence[Row],
+    step: int,
+    total_steps: int,
+    config: RunConfig,
+) -> StepOutcome:
+    """Step number `step`, from 0, of a run, with the anchors that the run's seed gives.
+
+    Args:
+        rows: all rows of the step.
+    """
+    anchors = [row_anchors(row, config.train.seed, config.train.num_anchors) for row in rows]
+    gradient = step_gradient(drafter, rows, anchors, config.loss)
+    rate = learning_rate(step, total_steps, config.optim)
+    weights, after = dict(drafter.weights), dict(moments)
+    for name, clipped in clip(gradient.gradients, config.optim.clip_norm).items():
+        weights[name], after[name] = adamw(weights[name], clipped, after[name], rate, config.optim)
+    return StepOutcome(gradient, rate, weights, after)
+
+
+# Figures (section 6)
+
+Figures = dict[str, float | list[float | None] | None]
+
+
+def figures(counts: Counts, loss: LossConfig) -> Figures:
+    """What a line of the log or an evaluation says of counts; None where nothing was counted."""
+    return {
+        "loss": _ratio(counts.loss_sum, counts.divisor(loss)),
+        "accuracy": _ratio(sum(counts.right), sum(counts.slots)),
+        "streak": _ratio(sum(counts.run), counts.blocks),
+        "data_accuracy": _ratio(sum(counts.right_in_data), sum(counts.slots)),
+        "accuracy_by_position": [_ratio(*pair) for pair in zip(counts.right, counts.slots, strict=True)],
+        "conditional_accuracy_by_position": [_ratio(*pair) for pair in zip(counts.run, counts.reached, strict=True)],
+    }
+
+
+def _ratio(numerator: float, denominator: float) -> float | None:
+    return numerator / denominator if denominator else None
+
+
+@torch.no_grad()
+def evaluate(drafter: ReferenceDrafter, rows: Sequence[Row], num_anchors: int, loss: LossConfig) -> Counts:
+    """Counts of held-out rows."""
+    total = Counts.zero(drafter.view.block_size)
+    for row in rows:
+        for item, anchors in zip(row.conversations, row_anchors(row, HELDOUT_SEED, num_anchors), strict=True):
+            total = total + speak(drafter, item, anchors, loss).counts
+    return total
+
+
+def is_due(step: int, every: int, total_steps: int) -> bool:
+    """Whether something is done after `step` steps."""
+    return step % every == 0 or step == total_steps
+
+
+def log_lines(counts: Sequence[Counts], train: TrainConfig, total_steps: int, evaluates: bool) -> dict[int, Counts]:
+    """The lines of the log by their steps, each with the counts since the line before.
+
+    Args:
+        counts: of the steps from the first of the run on.
+        evaluates: whether anything is held out.
+    """
+    lines: dict[int, Counts] = {}
+    window: list[Counts] = []
+    for step, of_step in enumerate(counts, start=1):
+        window.append(of_step)
+        if is_due(step, train.log_every, total_steps) or (evaluates and is_due(step, train.eval_every, total_steps)):
+            lines[step] = sum(window[1:], window[0])
+            window = []
+    return lines
+
+
+def checkpoints(
+    streaks: Mapping[int, float | None], train: TrainConfig, total_steps: int
+) -> tuple[list[int], int | None]:
+    """Steps after which a run saves, and the step of its best checkpoint, none without an evaluation.
+
+    Args:
+        streaks: held-out streak by the step of its evaluation; None where nothing was counted.
+    """
+    saved: list[int] = []
+    best, highest = None, -math.inf
+    for step in range(1, total_steps + 1):
+        streak = streaks.get(step)
+        if streak is not None and streak > highest:
+            best, highest = step, streak
+        if best == step or is_due(step, train.save_every, total_steps):
+            saved.append(step)
+    return saved, best
+
+
+# Beginning (sections 3 and 4)
+
+
+def kept_tokens(
+    conversations: Iterable[tuple[Tensor, Tensor]], size: int, vocab_size: int, always: Collection[int]
+) -> list[int]:
+    """Tokens of a reduced vocabulary, increasing.
+
+    Args:
+        conversations: [S] ids and [S] mask of each that is trained on.
+        always: tokens that end an answer.
+    """
+    counts = Counter(token for ids, mask in conversations for token in ids[mask].tolist())
+    ranked = sorted(range(vocab_size), key=lambda token: (token not in always, -counts[token], token))
+    return sorted(ranked[:size])
+
+
+def first_weights(config: DFlashConfig, seed: int) -> dict[str, Tensor]:
+    """Random weights of the first step, in float32, bit for bit."""
+    width, mlp, head = config.hidden_size, config.intermediate_size, config.head_dim
+    queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
+    matrices = {
+        "self_attn.q_proj": (queries, width),
+        "self_attn.k_proj": (keys, width),
+        "self_attn.v_proj": (keys, width),
+        "self_attn.o_proj": (width, queries),
+        "mlp.gate_proj": (mlp, width),
+        "mlp.up_proj": (mlp, width),
+        "mlp.down_proj": (width, mlp),
+    }
+    norms = {
+        "input_layernorm": width,
+        "post_attention_layernorm": width,
+        "self_attn.q_norm": head,
+        "self_attn.k_norm": head,
+    }
+    layers = [f"layers.{index}." for index in range(config.num_hidden_layers)]
+    shapes = {"fc": (width, len(config.target_layer_ids) * width)}
+    shapes |= {layer + name: shape for layer in layers for name, shape in matrices.items()}
+    sizes = {"hidden_norm": width, "norm": width} | {
+        layer + name: size for layer in layers for name, size in norms.items()
+    }
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {
+        name: torch.normal(0.0, config.initializer_range, shape, generator=generator) for name, shape in shapes.items()
+    }
+    found = drawn | {name: torch.ones(size) for name, size in sizes.items()}
+    return {f"{name}.weight": tensor for name, tensor in found.items()}
+
+
+def weights_of_target(weights: Mapping[str, Tensor], model: PreTrainedModel) -> dict[str, Tensor]:
+    """First weights that begin as the target's last layers, in float32; `weights` are those of `first_weights`."""
+    changed = {name: tensor.clone() for name, tensor in weights.items()}
+    depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("layers."))
+    for index, layer in enumerate(decoder_layers(model)[-depth:]):
+        changed |= {
+            f"layers.{index}.{name}": tensor.detach().float().cpu() for name, tensor in layer.named_parameters()
+        }
+    changed["norm.weight"] = model.get_decoder().norm.weight.detach().float().cpu()
+    width = len(changed["norm.weight"])
+    changed["fc.weight"][:, -width:] += torch.eye(width)
+    return changed
