@@ -11,6 +11,8 @@ from transformers import Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftline.audit.drafter_reference import (
+    embedding_of,
+    head_of,
     reference_block,
     reference_blocks,
     rope_frequencies,
@@ -33,6 +35,7 @@ from draftline.audit.reference import (
 from draftline.formats.files import read_config
 from draftline.formats.write import export_zlab
 from draftline.records import Sample
+from draftline.targets.model import build_target
 from draftline.targets.structure import find_parts
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target
 from tests.targets.families import FAMILIES, random_ids, tiny
@@ -124,6 +127,21 @@ def test_blocks_of_a_conversation_are_what_each_block_is_alone(changes: dict) ->
 def test_layers_are_found_as_transformers_names_them(family: str) -> None:
     model = tiny(family)
     assert decoder_layers(model) == list(find_parts(model).decoder_layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_embedding_and_head_are_the_models_own(family: str) -> None:
+    model = tiny(family)
+    target, ids = build_target(family, model, None), random_ids(1, 9)[0]
+    forward = model_forward(model, ids)
+    assert torch.equal(embedding_of(model)(ids), target.embed(ids).double())
+    if family != "gpt2":  # which adds positions
+        torch.testing.assert_close(embedding_of(model)(ids), forward.first_input.double())
+    scales = (target.head.output_multiplier, target.head.final_logit_softcapping)
+    found = head_of(model, *scales, None)(forward.normed.double())
+    torch.testing.assert_close(found, forward.logits.double(), rtol=1e-4, atol=1e-5)
+    kept = torch.tensor([1, 5, 17])
+    torch.testing.assert_close(head_of(model, *scales, kept)(forward.normed.double()), found[:, kept])
 
 
 def test_gaps_and_the_best_of_some_tokens() -> None:
