@@ -4,7 +4,12 @@
     hidden_states.bin [T, L*D], all samples one after another, in the dtype of the target
     target_ids.bin    [T] int64, the target's greedy next tokens; or
     last_hidden.bin   [T, D], its last states, as `send` says
-    done.bin          one byte a sample: a fill that was interrupted goes on where it stopped
+    checksums.bin     [n, 2] uint32: CRC-32 of a sample's states and of what stands beside them
+    done.bin          [n] uint8: a fill that was interrupted goes on where it stopped
+
+A sample is compared with its checksums when it is read for the first time in a session, at the speed of memory. They
+begin at a number made of the identity and the sample's number, so states of another target, other data or another
+sample do not pass for these. Nothing that was captured is captured again in silence: what is damaged is named.
 
 Worth its disk where the target is expensive beside the drafter and the data is passed over several times: it saves all
 target forwards but the first pass. It costs tokens * (L*D + ...) * bytes: 3 GB for a million tokens of a 135M target,
@@ -17,7 +22,8 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,13 +35,18 @@ from torch import Tensor
 
 from draftline.errors import CheckpointError
 from draftline.records import CapturedSample, Sample, Samples
-from draftline.storage import storage_errors, write_text
+from draftline.storage import TEMPORARY_PREFIX, reason_of, storage_errors, write_bytes, write_text
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import weights_fingerprint
 
 SAMPLES_PER_FILL = 32
 """Samples captured together. Fixed, because states depend in the last bit on what shares a forward: an interrupted and
 repeated fill must give what an uninterrupted one gives."""
+
+FORMAT = 2
+_MANIFEST, _STATES, _CHECKSUMS, _DONE = "manifest.json", "hidden_states.bin", "checksums.bin", "done.bin"
+_BESIDE = {"target_ids": "target_ids.bin", "last_hidden": "last_hidden.bin"}
+_REMEDY = "restore it from a copy, or delete the folder to capture the states again"
 
 Progress = Callable[[int, int], None]
 """Called with samples done and samples of all."""
@@ -71,59 +82,70 @@ class StatesStore:
         lengths: [n] tokens of each sample.
 
     Raises:
-        CheckpointError: the folder holds other states; the message names the first difference.
+        CheckpointError: the folder holds other states, or a file in it is damaged; the message names it.
         StorageError: they do not fit on the disk.
     """
 
     def __init__(self, folder: Path, identity: StoreIdentity, lengths: NDArray[np.int64]) -> None:
         self.folder, self.identity = folder, identity
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
-        tokens, width = int(self._starts[-1]), identity.hidden_size
-        self._dtype: torch.dtype = getattr(torch, identity.dtype)
+        count, tokens, width = len(lengths), int(self._starts[-1]), identity.hidden_size
+        dtype: torch.dtype = getattr(torch, identity.dtype)
+        self._manifest = json.loads(json.dumps({"format": FORMAT, **asdict(identity), "tokens": tokens}))
+        self._seed = zlib.crc32(json.dumps(self._manifest, sort_keys=True).encode())
+        self._complete = self._check_manifest()
+        states, beside = (tokens, len(identity.target_layer_ids) * width), (tokens, width)
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {_STATES: (states, dtype)}
+        shapes[_BESIDE[identity.send]] = (beside, dtype) if identity.send == "last_hidden" else ((tokens,), torch.int64)
+        self._make_files({name: math.prod(shape) * kind.itemsize for name, (shape, kind) in shapes.items()}, count)
+        self._states, self._beside = (_map(folder / name, *shape) for name, shape in shapes.items())
+        self._checksums = np.memmap(folder / _CHECKSUMS, np.uint32, "r+", shape=(count, 2)) if count else _NO_ROWS
+        self._done = np.memmap(folder / _DONE, np.uint8, "r+", shape=(count,)) if count else _NO_ROWS[:, 0]
+        self._check_done()
+        self._checked = np.zeros(count, dtype=bool)
         self._unsynced: list[int] = []
-        self._write_manifest(tokens)
-        self._states = self._open("hidden_states.bin", (tokens, len(identity.target_layer_ids) * width), self._dtype)
-        self._beside_file = "target_ids.bin" if identity.send == "target_ids" else "last_hidden.bin"
-        if identity.send == "target_ids":
-            self._beside = self._open(self._beside_file, (tokens,), torch.int64)
-        else:
-            self._beside = self._open(self._beside_file, (tokens, width), self._dtype)
-        self._done = self._open("done.bin", (len(lengths),), torch.uint8)
 
     def __len__(self) -> int:
         return len(self._done)
 
     def missing(self) -> list[int]:
         """Samples whose states have not been written."""
-        return (self._done == 0).nonzero()[:, 0].tolist()
+        return np.flatnonzero(self._done == 0).tolist()
 
     def write(self, captured: CapturedSample) -> None:
         """Keep the states of a sample. They count, and survive the machine, from the next `sync` on."""
-        where = self._where(captured.sample)
-        self._states[where] = captured.hidden_states_SLD.cpu()
+        number, where = captured.sample.sample_id, self._where(captured.sample)
         beside = captured.target_ids_S if self.identity.send == "target_ids" else captured.verifier_last_hidden_SD
         assert beside is not None, "a loop with this `send` fills the field"
-        self._beside[where] = beside.cpu()
-        self._unsynced.append(captured.sample.sample_id)
+        for place, (mapped, tensor) in enumerate(((self._states, captured.hidden_states_SLD), (self._beside, beside))):
+            assert tensor.dtype == mapped.dtype, (tensor.dtype, mapped.dtype)
+            mapped[where] = tensor.cpu()
+            self._checksums[number, place] = self._checksum(number, tensor.cpu())
+        self._unsynced.append(number)
 
     def sync(self) -> None:
         """Bring the states to the disk, and only then say that they are there."""
         if self._unsynced:
-            self._flush("hidden_states.bin", self._beside_file)
+            self._flush(_STATES, _BESIDE[self.identity.send], _CHECKSUMS)
             self._done[self._unsynced] = 1
-            self._flush("done.bin")
+            self._flush(_DONE)
             self._unsynced.clear()
+        if not self._complete and self._done.all():
+            self._complete = True
+            self._write_manifest()
 
     def read(self, sample: Sample) -> CapturedSample:
         """States of a sample, as views of the mapped files.
 
         Raises:
-            CheckpointError: they were never written.
+            CheckpointError: they were never written, or are not what was written.
         """
-        if not self._done[sample.sample_id]:
-            raise CheckpointError(f"{self.folder} has no states of sample {sample.sample_id}: fill it again")
-        where = self._where(sample)
+        number, where = sample.sample_id, self._where(sample)
+        if not self._done[number]:
+            raise CheckpointError(f"{self.folder} has no states of sample {number}: fill it again")
         states, beside = self._states[where], self._beside[where]
+        if not self._checked[number]:
+            self._check(number, states, beside)
         if self.identity.send == "target_ids":
             return CapturedSample(sample, states, target_ids_S=beside)
         return CapturedSample(sample, states, verifier_last_hidden_SD=beside)
@@ -137,40 +159,102 @@ class StatesStore:
         assert end - start == len(sample), (sample.sample_id, start, end, len(sample))
         return slice(start, end)
 
-    def _write_manifest(self, tokens: int) -> None:
-        path = self.folder / "manifest.json"
-        wanted = json.loads(json.dumps({"format": 1, **asdict(self.identity), "tokens": tokens}))
-        if not path.exists():
-            with storage_errors(self.folder):
-                self.folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, json.dumps(wanted, indent=2) + "\n")
-            return
-        found = json.loads(path.read_text(encoding="utf-8"))
-        for name, value in wanted.items():
-            if found.get(name) != value:
+    def _check(self, number: int, states: Tensor, beside: Tensor) -> None:
+        names = (_STATES, _BESIDE[self.identity.send])
+        for name, tensor, wanted in zip(names, (states, beside), self._checksums[number], strict=True):
+            if self._checksum(number, tensor) != wanted:
                 raise CheckpointError(
-                    f"{self.folder} holds states with {name} {found.get(name)}, this run wants {value}: "
-                    "name another folder for them"
+                    f"{self.folder / name}: sample {number} is not what was captured (its checksum differs): {_REMEDY}"
                 )
+        self._checked[number] = True
 
-    def _open(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Map a file of the given shape into memory; reserve its disk at once, so that a full disk shows now."""
-        path = self.folder / name
-        size = math.prod(shape) * dtype.itemsize
-        with storage_errors(path):
-            if not path.exists() or path.stat().st_size != size:
-                (self.folder / "done.bin").unlink(missing_ok=True)  # opened last: nothing is done any more
-                with path.open("wb") as file:
-                    _reserve(file.fileno(), size)
-        if size == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.from_file(str(path), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+    def _checksum(self, number: int, tensor: Tensor) -> int:
+        seed = zlib.crc32(number.to_bytes(8, "little"), self._seed)
+        return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, seed)
+
+    def _check_manifest(self) -> bool:
+        """Whether the states are complete, as the manifest says; it is begun in an empty folder."""
+        path = self.folder / _MANIFEST
+        if not path.exists():
+            if self.folder.is_dir() and any(not p.name.startswith(TEMPORARY_PREFIX) for p in self.folder.iterdir()):
+                raise CheckpointError(f"{path} is missing, and nothing else says what the states are: {_REMEDY}")
+            self._complete = False
+            self._write_manifest()
+            return False
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise CheckpointError(f"{path} cannot be read ({reason_of(error)}): {_REMEDY}") from error
+        if not isinstance(found, dict) or "format" not in found:
+            raise CheckpointError(f"{path} does not say what the states are: {_REMEDY}")
+        if found["format"] != FORMAT:
+            raise CheckpointError(
+                f"{path} has format {found['format']}, known here is {FORMAT}: delete the folder to capture the "
+                "states again, or use the version that wrote it"
+            )
+        for name in (*self._manifest, "complete"):
+            if name not in found:
+                raise CheckpointError(f"{path} does not say {name}: {_REMEDY}")
+            if name != "complete" and found[name] != self._manifest[name]:
+                raise CheckpointError(
+                    f"{self.folder} holds states with {name} {found[name]}, this run wants {self._manifest[name]}: "
+                    "name another folder for them (pipeline.states_path)"
+                )
+        return bool(found["complete"])
+
+    def _write_manifest(self) -> None:
+        with storage_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+        content = {**self._manifest, "complete": self._complete}
+        write_text(self.folder / _MANIFEST, json.dumps(content, indent=2) + "\n")
+
+    def _make_files(self, sizes: Mapping[str, int], count: int) -> None:
+        """Refuse files that are not as long as they must be; make them where nothing was captured yet.
+
+        The disk of the states is reserved at once, so that a full one shows now; what says that they are there comes
+        last. A fill that was interrupted leaves every file at its full length once something was captured.
+        """
+        small = {_CHECKSUMS: 8 * count, _DONE: count}
+        paths = [self.folder / name for name in small]
+        begun = self._complete or any(path.exists() and np.fromfile(path, np.uint8).any() for path in paths)
+        for name, size in (*sizes.items(), *small.items()):
+            path = self.folder / name
+            length = path.stat().st_size if path.exists() else None
+            if length == size:
+                continue
+            if begun or (name in small and length is not None):
+                said = "is missing" if length is None else f"has {length} bytes and not {size}"
+                raise CheckpointError(f"{path} {said}: {_REMEDY}")
+            if name in small:
+                write_bytes(path, bytes(size))
+                continue
+            with storage_errors(path), path.open("wb") as file:
+                if size:
+                    os.posix_fallocate(file.fileno(), 0, size)
+
+    def _check_done(self) -> None:
+        path = self.folder / _DONE
+        if self._done.max(initial=0) > 1:
+            raise CheckpointError(f"{path} holds something else than 0 and 1: {_REMEDY}")
+        if self._complete and not self._done.all():
+            raise CheckpointError(f"{path} lacks {len(self.missing())} samples of states that were complete: {_REMEDY}")
 
     def _flush(self, *names: str) -> None:
         """Wait until what was written into mapped files is on the disk; `fsync` covers shared mappings."""
         for name in names:
             with storage_errors(self.folder / name), (self.folder / name).open("rb") as file:
                 os.fsync(file.fileno())
+
+
+_NO_ROWS = np.zeros((0, 2), dtype=np.uint32)
+
+
+def _map(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A file of the given shape, mapped into memory."""
+    size = math.prod(shape)
+    if not size:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(shape)
 
 
 def folder_name(data: str) -> str:
@@ -208,12 +292,8 @@ def fill_store(
         store.sync()
         if on_progress is not None:
             on_progress(members.stop, total)
+    store.sync()
 
 
 def _groups_to_fill(missing: list[int]) -> Iterator[int]:
     return iter(sorted({sample_id // SAMPLES_PER_FILL for sample_id in missing}))
-
-
-def _reserve(descriptor: int, size: int) -> None:
-    if size:
-        os.posix_fallocate(descriptor, 0, size)
