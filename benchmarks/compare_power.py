@@ -38,7 +38,7 @@ from draftline.data.split import RunData, choose_conversations
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine.cores import intra_op_threads
 from draftline.recipes import quickstart
-from draftline.run import train_on
+from draftline.run import assemble, train, with_saved_threads
 from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
 from draftline.train.run_folder import RunFolder
@@ -125,9 +125,9 @@ def train_one(config: RunConfig, out: Path, data: RunData, target: Target, kind:
     """One run of the pool, unless it is complete."""
     if RunFolder(out).step == config.train.max_steps:
         return
-    train = config.train.model_copy(update={"seed": seed})
+    config = config.model_copy(update={"train": config.train.model_copy(update={"seed": seed})})
     with KINDS[kind]():
-        result = train_on(config.model_copy(update={"train": train}), out, data, target, resume=True)
+        result = train(assemble(with_saved_threads(config, out), target, data), out, resume=True)
     print(f"{kind} {seed}: accuracy {result.heldout['accuracy']:.3f} streak {result.heldout['streak']:.3f}", flush=True)
 
 

@@ -34,7 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftline.audit.folders import subject_of_run
+from draftline.audit.folders import subject_to_come
 from draftline.audit.report import run_audit
 from draftline.compare import compare_groups
 from draftline.compare.curves import Estimate
@@ -47,7 +47,7 @@ from draftline.evaluate.acceptance import Acceptance, acceptance_interval, teach
 from draftline.evaluate.generate import generate
 from draftline.recipes import find_recipe
 from draftline.records import CapturedSample, Sample
-from draftline.run import TrainingRun, split_last_answer
+from draftline.run import Run, assemble, split_last_answer
 from draftline.storage import write_text
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
@@ -132,22 +132,49 @@ class ArmStates:
         return [replace(item, hidden_states_SLD=item.hidden_states_SLD[:, : self.width]) for item in captured]
 
 
-class ArmRun(TrainingRun):
-    """A run whose training rows carry the faults of an arm; held-out rows have the right targets."""
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ArmRun(Run):
+    """A run whose training rows carry the faults of an arm; held-out rows have the right targets.
 
-    def __init__(
-        self, config: RunConfig, folder: Path, bench: Bench, layers: Sequence[int], early: EarlyTargets | None
-    ) -> None:
-        drafter = config.drafter.model_copy(update={"target_layer_ids": tuple(layers)})
-        shape = resolve_drafter_config(bench.target, drafter, bench.data.training.used_token_ids())
-        super().__init__(config.model_copy(update={"drafter": drafter}), folder, bench.data, bench.target, shape)
-        self._bench, self._early = bench, early
+    Attributes:
+        bench: has the states.
+        early: plants wrong targets, if the arm has them.
+    """
 
-    def _source(self, conversations: Conversations, target: Target) -> CaptureLoop:
-        training = conversations is self._bench.data.training
-        store = self._bench.training_states if training else self._bench.heldout_states
-        width = len(self._shape.target_layer_ids) * target.hidden_size
-        return ArmStates(store, width, self._early if training else None)
+    bench: Bench
+    early: EarlyTargets | None
+
+    def source(self, conversations: Conversations, target: Target | None = None) -> CaptureLoop:
+        del target  # its states are in the stores
+        training = conversations is self.bench.data.training
+        store = self.bench.training_states if training else self.bench.heldout_states
+        return ArmStates(store, self.drafter.model.fc.in_features, self.early if training else None)
+
+
+class ArmLoop(TargetForwardLoop):
+    """A target loop with the faults of an arm: fewer features handed on, targets of the last captured layer."""
+
+    width: int
+    early: EarlyTargets | None
+
+    def capture(self, samples: Sequence[Sample]) -> list[CapturedSample]:
+        captured = super().capture(samples)
+        if self.early is not None:
+            captured = [self.early.plant(item) for item in captured]
+        return [replace(item, hidden_states_SLD=item.hidden_states_SLD[:, : self.width]) for item in captured]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class AuditedRun(Run):
+    """A run before its first step, as the faulty pipeline would make it."""
+
+    early: EarlyTargets | None
+
+    def capture_loop(self, target: Target | None = None) -> TargetForwardLoop:
+        right = super().capture_loop(target)
+        loop = ArmLoop(right.target, right.target_layer_ids, right.send, right.batch_tokens)
+        loop.width, loop.early = self.drafter.model.fc.in_features, self.early
+        return loop
 
 
 class Bench:
@@ -225,10 +252,11 @@ def train_arm(config: RunConfig, bench: Bench, arm: Arm, seed: int, folder: Path
     train = config.train.model_copy(update={"seed": seed})
     pipeline = config.pipeline.model_copy(update={"mode": "inline", "threads_per_loop": 1})
     config = config.model_copy(update={"loss": loss, "train": train, "pipeline": pipeline})
-    layers = bench.layers[:-1] if arm.narrow_fc else bench.layers
-    run = ArmRun(config, folder, bench, layers, bench.early if arm.early_targets else None)
-    run.restore()
-    run.train()
+    drafter = {"target_layer_ids": bench.layers[:-1] if arm.narrow_fc else bench.layers}
+    config = config.model_copy(update={"drafter": config.drafter.model_copy(update=drafter)})
+    run = assemble(config, bench.target, bench.data)
+    early = bench.early if arm.early_targets else None
+    train(ArmRun(**vars(run), bench=bench, early=early), folder, resume=True)
 
 
 def measure(bench: Bench, folder: Path, prompts: int, max_new_tokens: int) -> dict[str, object]:
@@ -261,21 +289,13 @@ def audit_arms(config: RunConfig, names: Sequence[str]) -> None:
     for name in names:
         arm = ARMS[name]
         gamma = WRONG_GAMMA if arm.wrong_gamma else config.loss.decay_gamma
-        subject = subject_of_run(
-            config.model_copy(update={"loss": config.loss.model_copy(update={"decay_gamma": gamma})}), target
-        )
-        width = subject.draft_model.fc.in_features
+        wrong = config.model_copy(update={"loss": config.loss.model_copy(update={"decay_gamma": gamma})})
+        subject = subject_to_come(wrong, target)
         if arm.narrow_fc:
-            width -= target.hidden_size
+            width = subject.draft_model.fc.in_features - target.hidden_size
             subject.draft_model.fc = nn.Linear(width, target.hidden_size, bias=False)
-
-        def capture(samples: Sequence[Sample], arm: Arm = arm, width: int = width, right=subject.capture):  # type: ignore[no-untyped-def]
-            captured = right(samples)
-            if arm.early_targets:
-                captured = [early.plant(item) for item in captured]
-            return [replace(item, hidden_states_SLD=item.hidden_states_SLD[:, :width]) for item in captured]
-
-        report = run_audit(replace(subject, capture=capture))
+        run = AuditedRun(**vars(subject.run), early=early if arm.early_targets else None)
+        report = run_audit(replace(subject, run=run))
         found = ", ".join(f"{finding.code} ({finding.severity})" for finding in report.findings) or "nothing"
         print(f"{name}: {found}", flush=True)
         for finding in report.findings:

@@ -148,6 +148,9 @@ class TrainConfig(_Strict):
     """Checkpoints kept beside `best`."""
     device: str = "auto"
     """Where the drafter trains; `auto`: the last accelerator if there is one, else `cpu`."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Matrix products of the drafter; weights and optimiser stay float32. `bfloat16` is autocast, on a CPU too. `auto`:
+    bfloat16 on accelerators, float32 on CPU."""
 
 
 class PipelineConfig(_Strict):

@@ -190,7 +190,6 @@ def states_seen_by_drafter(probe: Probe, row: PackedBatch) -> Tensor:
     """The states that the run's loss hands to the drafter for a row."""
     outputs = torch.zeros(len(probe.anchors) * probe.block_size, probe.subject.target.hidden_size, device=probe.device)
     stand_in = StandIn(probe, outputs)
-    subject = probe.subject
-    subject.row_loss(stand_in, row, probe.anchor_positions, subject.frozen, subject.config.loss, subject.attention)  # type: ignore[arg-type]
+    probe.subject.row_loss(stand_in, row, probe.anchor_positions)
     assert stand_in.seen_states is not None, "the loss did not call the drafter"
     return stand_in.seen_states

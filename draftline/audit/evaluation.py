@@ -7,7 +7,7 @@ folder, that recomputes everything at every step.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -23,6 +23,9 @@ from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.audit.subject import NotApplicable
 from draftline.draft.attention import BlockLayout
 from draftline.errors import TargetError
+from draftline.evaluate import acceptance
+from draftline.evaluate.acceptance import Acceptance
+from draftline.evaluate.breakdown import CountedAnswer, by_prompt
 from draftline.evaluate.generate import Generation
 
 _PROMPT = 9
@@ -130,7 +133,7 @@ def _past_the_stop(probe: Probe, answer: Answer) -> Problem | None:
     """Stop tokens in the middle of an accepted block end the answer there."""
     stop = answer.wanted[answer.length // 2]
     for modulus in (7, _NEVER):
-        output = _generate(probe, OracleDrafter(probe, answer, modulus), {stop}).output_ids
+        output = _generate(probe, OracleDrafter(probe, answer, modulus), [stop]).output_ids
         end = output.index(stop) + 1 if stop in output else answer.length
         if len(output) != end:
             return Problem(
@@ -160,13 +163,14 @@ def counts(probe: Probe) -> Problem | None:
 
 @check("EVL003", "the reported acceptance length is not tokens per target forward", needs=("EVL001", "EVL002"))
 def acceptance_length(probe: Probe) -> Problem | None:
+    del probe  # known counts tell, whatever the run
     generations = [
         Generation([5] * 9, accepted_per_forward=[3, 0, 2]),
         Generation([5] * 3, accepted_per_forward=[0, 0]),
         Generation([5] * 13, accepted_per_forward=[5, 5]),
     ]
     wanted = (8 + 2 + 12) / 7
-    found = probe.subject.acceptance_length(generations)
+    found = _acceptance_length(generations)
     if abs(found - wanted) < 1e-6:
         return None
     return Problem(
@@ -219,7 +223,7 @@ def teacher_forced(probe: Probe) -> Problem | None:
     for modulus in (3, 5, 7):
         drafter = OracleDrafter(probe, answer, modulus)
         decoded = (answer.length - 1) / len(_expected_rounds(drafter, answer))
-        estimate = probe.subject.teacher_forced(drafter, [(answer.ids[:_PROMPT], answer.wanted)])  # type: ignore[arg-type]
+        estimate = _teacher_forced(probe, drafter, [(answer.ids[:_PROMPT], answer.wanted)])
         if abs(estimate / decoded - 1) > 0.05:
             return Problem(
                 f"a drafter of known errors is estimated at {estimate:.2f} and decodes at {decoded:.2f} (with bonus)",
@@ -235,13 +239,10 @@ def useful(probe: Probe) -> Problem | None:
     generations, answers = [], []
     for sample in (probe.subject.data.heldout or probe.subject.data.samples)[:4]:
         start = int(sample.loss_mask.int().argmax())
-        prompt = sample.input_ids[:start][None].to(probe.subject.target.device)
-        generations.append(
-            probe.subject.generate(probe.subject.target, probe.subject.draft_model, prompt, max_new_tokens=40)
-        )
+        generations.append(probe.subject.generate(probe.subject.draft_model, sample.input_ids[:start].tolist(), 40))
         answers.append((sample.input_ids[:start].tolist(), generations[-1].output_ids))
-    decoded = probe.subject.acceptance_length(generations)
-    estimate = probe.subject.teacher_forced(probe.subject.draft_model, answers)
+    decoded = _acceptance_length(generations)
+    estimate = _teacher_forced(probe, probe.subject.draft_model, answers)
     probe.notes.append(
         f"acceptance length (with bonus), {len(answers)} prompts: decoded {decoded:.2f}, teacher-forced {estimate:.2f}"
     )
@@ -287,19 +288,23 @@ def own_answer(probe: Probe) -> Answer:
     return Answer(ids[0].tolist(), length, target_forward(target, ids[0]))
 
 
-def _generate(probe: Probe, drafter: OracleDrafter | None, stop: Collection[int] = ()) -> Generation:
-    target = probe.subject.target
+def _acceptance_length(generations: Sequence[Generation]) -> float:
+    """As an evaluation reports it."""
+    counted = [CountedAnswer(i, "", len(g.output_ids), g.accepted_per_forward) for i, g in enumerate(generations)]
+    return Acceptance.total(by_prompt(counted)).length
+
+
+def _teacher_forced(probe: Probe, drafter: nn.Module, answers: Sequence[tuple[list[int], list[int]]]) -> float:
+    """The estimate from the training forward, for a drafter or a stand-in with its methods."""
+    walks = acceptance.teacher_forced_walk(probe.subject.target, drafter, answers)  # type: ignore[arg-type]
+    return Acceptance.total(walks).length
+
+
+def _generate(probe: Probe, drafter: OracleDrafter | None, stop: Sequence[int] = ()) -> Generation:
     model = probe.subject.draft_model if drafter is None else drafter
     answer = own_answer(probe)
-    prompt = torch.tensor([answer.ids[:_PROMPT]], device=target.device)
     try:
-        return probe.subject.generate(  # the stand-in has the methods of a drafter
-            target,
-            model,  # type: ignore[arg-type]
-            prompt,
-            max_new_tokens=answer.length,
-            stop_token_ids=stop,
-        )
+        return probe.subject.generate(model, answer.ids[:_PROMPT], answer.length, stop)
     except TargetError as error:
         raise NotApplicable(f"this target is not decoded here: {error}") from error
 

@@ -7,6 +7,7 @@ and computed by a second implementation.
 from __future__ import annotations
 
 import json
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -386,7 +387,7 @@ def _finished(probe: Probe, folder: Path) -> Exported:
 
 def _export(probe: Probe) -> Exported:
     model = probe.subject.draft_model
-    with probe.shaken_weights(), probe.subject.scratch() as scratch:
+    with probe.shaken_weights(), tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "drafter"
         weights = {name: tensor.detach().cpu().clone() for name, tensor in model.state_dict().items()}
         trained = probe.run_drafter(probe.states)

@@ -1,7 +1,4 @@
-"""Subjects made from what a user names: settings of a run to come, a run folder, a finished drafter's folder.
-
-`run` audits itself through `audit.live`; this file is for the command line and may therefore import `run`.
-"""
+"""Subjects made from what a user names: settings of a run to come, a run folder, a finished drafter's folder."""
 
 from __future__ import annotations
 
@@ -9,27 +6,27 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from draftline.audit.conventions import describe
 from draftline.audit.finding import Finding
-from draftline.audit.live import live_subject, prepared_data
 from draftline.audit.report import AuditReport, run_audit
-from draftline.audit.subject import AuditSubject, PreparedData
+from draftline.audit.subject import AuditSubject, prepared_data
 from draftline.config import DFlashConfig, RunConfig, TargetConfig
 from draftline.data.dataset import PreparedDataset
-from draftline.data.split import choose_conversations
-from draftline.draft.model import DFlashDraftModel
-from draftline.engine.replicas import frozen_target
+from draftline.data.sampler import IntArray
+from draftline.data.split import RunData, choose_conversations
 from draftline.errors import CheckpointError, ConfigError, TargetError
-from draftline.formats.beginning import drafter_to_continue, set_first_weights, settings_of
+from draftline.formats.beginning import settings_of
 from draftline.formats.files import read_config, read_files
 from draftline.formats.load import Given, checkpoint_folder, load_drafter
-from draftline.run import HELDOUT_FOLDER, choose_vocabulary, drafter_device
-from draftline.targets.drafter_shape import resolve_drafter_config
+from draftline.records import Sample
+from draftline.run import Run, assemble, open_data
 from draftline.targets.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
-from draftline.train.drafter import Drafter
 
 UNUSABLE = ("EXP013", "the folder cannot be used with this target as it stands")
 """Code and title of the finding about a folder whose drafter cannot be built at all."""
@@ -46,40 +43,25 @@ def audit_run_config(
     Raises:
         ConfigError, DataError, TargetError: the run itself could not start.
     """
-    return run_audit(subject_of_run(config, target or load_target(config.target)), select, ignore)
+    target = target or load_target(config.target)
+    return run_audit(subject_to_come(config, target), select, ignore)
 
 
-def subject_of_run(config: RunConfig, target: Target) -> AuditSubject:
-    """The subject for a run that has not started: the drafter has its first weights."""
-    dataset = None if config.data.path is None else PreparedDataset.open(config.data.path)
-    used = None if dataset is None else dataset.used_token_ids()
-    continued = drafter_to_continue(config.drafter, target)
-    shape = resolve_drafter_config(target, config.drafter, used) if continued is None else continued.config
-    device = drafter_device(config.train.device)
-    kept_ids = _kept_ids(config, shape, dataset, target, continued)
-    frozen = frozen_target(target, device, kept_ids)
-    drafter = Drafter(config=config, shape=shape, total_steps=1, frozen=frozen, device=device)
-    set_first_weights(drafter.model, config.drafter, target, continued)
-    return live_subject(config, target, drafter.model, _prepared(config))
-
-
-def _kept_ids(
-    config: RunConfig,
-    shape: DFlashConfig,
-    data: PreparedDataset | None,
-    target: Target,
-    continued: DFlashDraftModel | None,
-) -> Tensor | None:
-    """The reduced vocabulary that the run will choose."""
-    if shape.draft_vocab_size is None:
-        return None
-    if continued is not None:
-        return continued.kept_ids
-    if data is None:
+def subject_to_come(config: RunConfig, target: Target) -> AuditSubject:
+    """A run that has not started: the drafter has its first weights; without data, on conversations drawn here."""
+    if config.data.path is not None:
+        training, heldout = open_data(config)
+        return subject_of_run(assemble(config, target, choose_conversations(config, training, heldout)))
+    if config.drafter.draft_vocab_size is not None:
         raise ConfigError("drafter.draft_vocab_size chooses tokens by their frequency in the data: give --data")
-    chosen = choose_conversations(config, data, _heldout(config))
-    vocabulary = choose_vocabulary(config, shape, data, chosen.training_ids, target)
-    return None if vocabulary is None else vocabulary.kept_ids
+    return AuditSubject(assemble(config, target, drawn_data(target, config.drafter.mask_token_id)))
+
+
+def subject_of_run(run: Run, trained: bool = False, run_folder: Path | None = None) -> AuditSubject:
+    """An assembled run; what is known of its data comes from the prepared folder, if it has one."""
+    training = run.data.training
+    known = (training.report, training.meta) if isinstance(training, PreparedDataset) else (None, None)
+    return AuditSubject(run, prepared_data(run.data, *known), trained, run_folder=run_folder)
 
 
 def audit_run_folder(
@@ -97,9 +79,13 @@ def audit_run_folder(
             f"{folder} is not a run folder: it has no checkpoint; name one that `draftline train` wrote"
         )
     config = read_checkpoint(place).run_config
-    draft_model = load_draft_model(folder).to(drafter_device(config.train.device))
     target = target or load_target(config.target)
-    return run_audit(live_subject(config, target, draft_model, _prepared(config), trained=True), select, ignore)
+    start = load_draft_model(folder)
+    if config.data.path is None:
+        run = assemble(config, target, drawn_data(target, start.config.mask_token_id), start)
+        return run_audit(AuditSubject(run, trained=True, run_folder=folder), select, ignore)
+    run = assemble(config, target, choose_conversations(config, *open_data(config)), start)
+    return run_audit(subject_of_run(run, trained=True, run_folder=folder), select, ignore)
 
 
 def audit_checkpoint(
@@ -136,8 +122,8 @@ def audit_checkpoint(
         evidence = f"{len(broken)} tensors have values that are not finite, first {broken[0]}"
         return AuditReport([_unusable(evidence, "take an earlier checkpoint")], [], notes)
     config = run_config_of(loaded.config, target)
-    subject = live_subject(config, target, loaded.draft_model.to(target.device), trained=True, folder=folder)
-    report = run_audit(subject, select, ignore)
+    run = assemble(config, target, drawn_data(target, loaded.config.mask_token_id), loaded.draft_model)
+    report = run_audit(AuditSubject(run, trained=True, folder=folder), select, ignore)
     return AuditReport(report.findings, report.checks, [*notes, *loaded.notes, *report.notes])
 
 
@@ -148,28 +134,46 @@ def _unusable(evidence: str, fix: str) -> Finding:
 
 def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:
     """Settings under which a drafter of this shape would be trained."""
-    return RunConfig(target=TargetConfig(name=target.name), drafter=settings_of(shape))
+    wanted = TargetConfig(name=target.name, device=str(target.device))
+    return RunConfig(target=wanted, drafter=settings_of(shape))
 
 
-def _prepared(config: RunConfig) -> PreparedData | None:
-    """Conversations of the run's own choosing, some of them."""
-    if config.data.path is None:
-        return None
-    training = PreparedDataset.open(config.data.path)
-    heldout = _heldout(config)
-    chosen = choose_conversations(config, training, heldout)
-    return prepared_data(
-        training,
-        chosen.training_ids,
-        training if heldout is None else heldout,
-        chosen.heldout_ids,
-        training.report,
-        training.meta,
-    )
+class MemoryConversations:
+    """Conversations in memory, with what a prepared folder would say of them.
+
+    Arguments:
+        samples: numbered from 0.
+        fingerprint: identifies them.
+    """
+
+    def __init__(self, samples: Collection[Sample], fingerprint: str) -> None:
+        self._samples, self.fingerprint = list(samples), fingerprint
+        self.lengths: IntArray = np.array([len(sample) for sample in samples], dtype=np.int64)
+        self.prompt_hashes: NDArray[np.uint64] = np.arange(len(samples), dtype=np.uint64)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, sample_id: int) -> Sample:
+        return self._samples[sample_id]
+
+    def used_token_ids(self) -> Tensor:
+        """[highest id + 1] bool, true for ids that occur."""
+        ids = torch.cat([sample.input_ids for sample in self._samples])
+        return torch.zeros(int(ids.max()) + 1, dtype=torch.bool).index_fill_(0, ids, True)
 
 
-def _heldout(config: RunConfig) -> PreparedDataset | None:
-    """What is held out in a folder of its own."""
-    assert config.data.path is not None, "the caller has opened it"
-    place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
-    return PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None
+def drawn_data(target: Target, mask_token_id: int | None, count: int = 12, length: int = 48) -> RunData:
+    """Random conversations for a run that has no data: a few tokens asked, the rest supervised."""
+    known = target.vocab_size if target.tokenizer is None else min(target.vocab_size, len(target.tokenizer))
+    special = set() if target.tokenizer is None else set(target.tokenizer.all_special_ids)
+    # Without a tokenizer the highest rows may be padding, one of which becomes the mask.
+    usable = torch.tensor([i for i in range(max(2, known * 3 // 4)) if i not in special | {mask_token_id}])
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for index in range(count):
+        tokens = min(length - index, target.config.max_position_embeddings)
+        ids = usable[torch.randint(len(usable), (tokens,), generator=generator)]
+        samples.append(Sample(index, ids, torch.arange(tokens) >= min(4 + index, tokens // 2)))
+    conversations = MemoryConversations(samples, "drawn")
+    return RunData(conversations, np.arange(count - 2), conversations, np.arange(count - 2, count))

@@ -82,14 +82,7 @@ def run_loss(probe: Probe, row: PackedBatch, source_Q: Tensor, chunk_size: int |
     loss = subject.config.loss
     if chunk_size is not None:
         loss = loss.model_copy(update={"chunk_size": chunk_size})
-    value, metrics = subject.row_loss(
-        stand_in,  # type: ignore[arg-type]
-        row,
-        probe.anchor_positions,
-        subject.frozen,
-        loss,
-        subject.attention,
-    )
+    value, metrics = subject.row_loss(stand_in, row, probe.anchor_positions, loss)
     value.backward()
     gradient = stand_in.outputs.grad
     assert gradient is not None, "the loss does not depend on the drafter's outputs"

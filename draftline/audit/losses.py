@@ -246,19 +246,10 @@ class _Recorder(SGD):
 
 def _step_gradients(probe: Probe, rows: list[PackedBatch]) -> dict[str, Tensor]:
     """Gradients that reach the optimiser in one step over some rows, not clipped."""
-    subject = probe.subject
-    recorder = _Recorder(subject.draft_model)
+    drafter = probe.subject.run.drafter
+    recorder = _Recorder(drafter.model)
     anchors = [torch.tensor(_eligible(row), device=probe.device) for row in rows]
-    subject.train_step(
-        draft_model=subject.draft_model,
-        batches=rows,
-        anchors=anchors,
-        frozen=subject.frozen,
-        optimizer=recorder,
-        loss=subject.config.loss,
-        attention=subject.attention,
-        clip_norm=1e12,
-    )
+    probe.subject.train_step(drafter, rows, anchors, recorder, clip_norm=1e12)
     return recorder.gradients
 
 
@@ -270,9 +261,7 @@ def _direct_gradients(probe: Probe) -> dict[str, Tensor]:
     weights = naive_weights(probe.block_size, probe.gamma, probe.first)
     count = len(slots) if subject.config.loss.denominator == "slots" else math.fsum(weights[k] for _, k, _ in slots)
     positions = torch.tensor(anchors, device=probe.device)
-    value, _ = subject.row_loss(
-        subject.draft_model, probe.row, positions, subject.frozen, subject.config.loss, subject.attention
-    )
+    value, _ = subject.row_loss(subject.draft_model, probe.row, positions)
     names, parameters = zip(*subject.draft_model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(value / count, parameters, allow_unused=True)
     return {

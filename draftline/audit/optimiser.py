@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
 from draftline.config import OptimConfig
-from draftline.draft.model import DFlashDraftModel
 from draftline.records import StepMetrics
 from draftline.train.checkpoint import TrainState
+from draftline.train import checkpoint
+from draftline.train.drafter import Drafter
 from draftline.train.estimate import estimate_run
 
 _STEPS = 4
@@ -29,7 +28,7 @@ _STEPS = 4
 @check("OPT001", "the optimiser does not hold exactly the drafter's parameters")
 def parameter_set(probe: Probe) -> Problem | None:
     model = probe.subject.draft_model
-    groups = probe.subject.make_optimizer(model).param_groups
+    groups = probe.subject.run.drafter.optimizer.param_groups
     held = [id(p) for group in groups for p in group["params"]]
     wanted = {id(p): name for name, p in model.named_parameters()}
     frozen = {id(p): name for name, p in probe.subject.target.model.named_parameters()}
@@ -47,15 +46,15 @@ def parameter_set(probe: Probe) -> Problem | None:
 
 @check("OPT002", "weights or optimiser state are not float32", needs=("DRF001",))
 def precision(probe: Probe) -> Problem | None:
-    with _copied(probe) as (model, optimizer):
-        low = [name for name, p in model.named_parameters() if p.dtype != torch.float32]
-        _step(probe, model, optimizer)
-        moments = {
-            str(value.dtype)
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor) and value.dtype != torch.float32
-        }
+    drafter = _twin(probe)
+    low = [name for name, p in drafter.model.named_parameters() if p.dtype != torch.float32]
+    _step(probe, drafter)
+    moments = {
+        str(value.dtype)
+        for state in drafter.optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor) and value.dtype != torch.float32
+    }
     if not low and not moments:
         return None
     return Problem(
@@ -66,15 +65,15 @@ def precision(probe: Probe) -> Problem | None:
 
 @check("OPT003", "some weights never move", needs=("DRF001", "OPT001", "LOS007"))
 def everything_moves(probe: Probe) -> Problem | None:
-    with _copied(probe) as (model, optimizer):
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        for _ in range(_STEPS):
-            _step(probe, model, optimizer)
-        still = {
-            name: float((p.detach() == before[name]).double().mean())
-            for name, p in model.named_parameters()
-            if (p.detach() == before[name]).double().mean() > 0.5
-        }
+    drafter = _twin(probe)
+    before = {name: p.detach().clone() for name, p in drafter.model.named_parameters()}
+    for _ in range(_STEPS):
+        _step(probe, drafter)
+    still = {
+        name: float((p.detach() == before[name]).double().mean())
+        for name, p in drafter.model.named_parameters()
+        if (p.detach() == before[name]).double().mean() > 0.5
+    }
     if not still:
         return None
     name = max(still, key=still.__getitem__)
@@ -87,8 +86,9 @@ def everything_moves(probe: Probe) -> Problem | None:
 
 @check("OPT004", "the learning rate does not follow its schedule")
 def schedule(probe: Probe) -> Problem | None:
-    config, total = probe.subject.config.optim, 200
-    rates = [probe.subject.learning_rate(update, total) for update in range(total)]
+    config, total, drafter = probe.subject.config.optim, 200, _twin(probe)
+    drafter.total_steps = total
+    rates = [drafter.learning_rate(update) for update in range(total)]
     peak, top = max(rates), rates.index(max(rates))
     wanted_top = round(config.warmup_fraction * total)
     fix = "a linear rise over warmup_fraction of all updates, then half a cosine to final_fraction"
@@ -114,19 +114,24 @@ def schedule(probe: Probe) -> Problem | None:
 
 
 def _unused_rate(probe: Probe) -> Problem | None:
-    rate = 0.375 * probe.subject.config.optim.learning_rate
-    optimizer = probe.subject.make_optimizer(probe.subject.draft_model)
-    probe.subject.set_learning_rate(optimizer, rate)
-    rates = [group["lr"] for group in optimizer.param_groups]
-    if all(math.isclose(found, rate, rel_tol=1e-6) for found in rates):
+    """The rate of the schedule has to reach every group of the optimiser, and before the update."""
+    drafter, update, rates = _twin(probe), 77, list[float]()
+    drafter.total_steps = 200
+    drafter.optimizer.register_step_pre_hook(lambda made, *_: rates.extend(group["lr"] for group in made.param_groups))
+    drafter.step([replace(probe.row, step=update)])
+    rate = drafter.learning_rate(update)
+    if rates and all(math.isclose(found, rate, rel_tol=1e-6) for found in rates):
         return None
-    return Problem(f"told to use a rate of {rate:.3g}, the optimiser has {rates}", "set the rate of every group")
+    return Problem(
+        f"at update {update} of 200 the rate is {rate:.3g}, the optimiser has {rates}",
+        "set the rate of every group, by the number of the update",
+    )
 
 
 @check("OPT005", "the optimiser's numbers are not the configured ones")
 def numbers(probe: Probe) -> Problem | None:
     config = probe.subject.config.optim
-    groups = probe.subject.make_optimizer(probe.subject.draft_model).param_groups
+    groups = _twin(probe).optimizer.param_groups
     for group in groups:
         for name, wanted in (
             ("lr", config.learning_rate),
@@ -141,23 +146,24 @@ def numbers(probe: Probe) -> Problem | None:
 def _wrong_update(probe: Probe) -> Problem | None:
     """Two updates with known gradients against AdamW's formula, for what no number says: eps, sign, another rule."""
     config, generator = probe.subject.config.optim, probe.generator(13)
-    with _copied(probe) as (model, optimizer):
-        before = {name: p.detach().double() for name, p in model.named_parameters()}
-        gradients = {name: torch.randn(2, *p.shape, generator=generator) * 1e-3 for name, p in before.items()}
-        for update in range(2):
-            for name, parameter in model.named_parameters():
-                parameter.grad = gradients[name][update].to(parameter)
-            optimizer.step()
+    drafter = _twin(probe)
+    model = drafter.model
+    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    gradients = {name: torch.randn(2, *p.shape, generator=generator) * 1e-3 for name, p in before.items()}
+    for update in range(2):
         for name, parameter in model.named_parameters():
-            wanted = _adamw(before[name].cpu(), gradients[name].double(), config)
-            moved = (parameter.detach().double().cpu() - before[name].cpu()).abs().max()
-            difference = float((parameter.detach().double().cpu() - wanted).abs().max())
-            if difference > 0.05 * config.learning_rate:
-                return Problem(
-                    f"two updates with known gradients move {name} by {moved:.2e}, and {difference:.2e} away from "
-                    "where AdamW with the configured numbers and eps 1e-8 brings it",
-                    "torch.optim.AdamW(draft_model.parameters(), lr, betas, weight_decay) and nothing else",
-                )
+            parameter.grad = gradients[name][update].to(parameter)
+        drafter.optimizer.step()
+    for name, parameter in model.named_parameters():
+        wanted = _adamw(before[name].cpu(), gradients[name].double(), config)
+        moved = (parameter.detach().double().cpu() - before[name].cpu()).abs().max()
+        difference = float((parameter.detach().double().cpu() - wanted).abs().max())
+        if difference > 0.05 * config.learning_rate:
+            return Problem(
+                f"two updates with known gradients move {name} by {moved:.2e}, and {difference:.2e} away from "
+                "where AdamW with the configured numbers and eps 1e-8 brings it",
+                "torch.optim.AdamW(draft_model.parameters(), lr, betas, weight_decay) and nothing else",
+            )
     return None
 
 
@@ -175,17 +181,16 @@ def _adamw(weight: Tensor, gradients: Tensor, config: OptimConfig) -> Tensor:
 @check("OPT006", "gradients are not clipped as configured", needs=("DRF001", "LOS006"))
 def clipping(probe: Probe) -> Problem | None:
     recorded: list[float] = []
-    with _copied(probe) as (model, optimizer):
+    drafter = _twin(probe)
 
-        def record(*_: object) -> None:
-            recorded.append(
-                math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters() if p.grad is not None))
-            )
+    def record(*_: object) -> None:
+        gradients = [p.grad for p in drafter.model.parameters() if p.grad is not None]
+        recorded.append(math.sqrt(sum(float(gradient.square().sum()) for gradient in gradients)))
 
-        optimizer.register_step_pre_hook(record)
-        full = _step(probe, model, optimizer, clip_norm=1e12)
-        _step(probe, model, optimizer, clip_norm=1e-3)
-        _step(probe, model, optimizer, clip_norm=1e12)
+    drafter.optimizer.register_step_pre_hook(record)
+    full = _step(probe, drafter, clip_norm=1e12)
+    _step(probe, drafter, clip_norm=1e-3)
+    _step(probe, drafter, clip_norm=1e12)
     if len(recorded) == 3 and abs(recorded[1] - 1e-3) <= 1e-5 and abs(recorded[0] / full - 1) < 1e-3:
         return None
     return Problem(
@@ -197,20 +202,23 @@ def clipping(probe: Probe) -> Problem | None:
 
 @check("OPT007", "a resumed run is not the run that was interrupted", needs=("DRF001", "DRF008", "OPT001"))
 def resume(probe: Probe) -> Problem | None:
-    subject = probe.subject
-    with _copied(probe) as (model, optimizer), subject.scratch() as scratch:
-        _step(probe, model, optimizer)
-        _step(probe, model, optimizer)
-        subject.save_state(model, optimizer, Path(scratch) / "state")
-        _step(probe, model, optimizer)
-        wanted = {name: p.detach().clone() for name, p in model.named_parameters()}
-        optimizer = subject.make_optimizer(model)
-        subject.restore_state(model, optimizer, Path(scratch) / "state")
-        _step(probe, model, optimizer)
-        exact = 0.0 if probe.device.type == "cpu" else 1e-6
-        different = [
-            name for name, p in model.named_parameters() if not torch.allclose(p, wanted[name], rtol=0.0, atol=exact)
-        ]
+    drafter, resumed = _twin(probe), _twin(probe)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) / "state"
+        _step(probe, drafter)
+        _step(probe, drafter)
+        state = TrainState(StepMetrics.zero(probe.block_size))
+        checkpoint.write_checkpoint(folder, drafter.checkpoint(state, ""))
+        _step(probe, drafter)
+        resumed.restore(checkpoint.read_checkpoint(folder), folder)
+        _step(probe, resumed)
+    wanted = dict(drafter.model.named_parameters())
+    exact = 0.0 if probe.device.type == "cpu" else 1e-6
+    different = [
+        name
+        for name, p in resumed.model.named_parameters()
+        if not torch.allclose(p, wanted[name], rtol=0.0, atol=exact)
+    ]
     if not different:
         return _forgotten_progress()
     return Problem(
@@ -234,9 +242,9 @@ def _forgotten_progress() -> Problem | None:
 def target_untouched(probe: Probe) -> Problem | None:
     target = probe.subject.target.model
     before = {name: p.detach().sum(dtype=torch.float64).item() for name, p in target.named_parameters()}
-    with _copied(probe) as (model, optimizer):
-        _step(probe, model, optimizer)
-        _step(probe, model, optimizer)
+    drafter = _twin(probe)
+    _step(probe, drafter)
+    _step(probe, drafter)
     changed = [n for n, p in target.named_parameters() if p.detach().sum(dtype=torch.float64).item() != before[n]]
     if not changed:
         return None
@@ -270,24 +278,13 @@ def _total_memory(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@contextmanager
-def _copied(probe: Probe) -> Iterator[tuple[DFlashDraftModel, Optimizer]]:
-    """A copy of the drafter with an optimiser of the run's own making; the drafter itself is left alone."""
-    model = copy.deepcopy(probe.subject.draft_model).train()
-    yield model, probe.subject.make_optimizer(model)
+def _twin(probe: Probe) -> Drafter:
+    """A drafter of the run's own making that may be moved; the run's is left alone."""
+    drafter = probe.subject.run.drafter.twin()
+    drafter.model.train()
+    return drafter
 
 
-def _step(probe: Probe, model: DFlashDraftModel, optimizer: Optimizer, clip_norm: float | None = None) -> float:
+def _step(probe: Probe, drafter: Drafter, clip_norm: float | None = None) -> float:
     """One step of the run on the probe's row; returns the gradient norm that it reports."""
-    subject = probe.subject
-    result = subject.train_step(
-        draft_model=model,
-        batches=[probe.row],
-        anchors=[probe.anchor_positions],
-        frozen=subject.frozen,
-        optimizer=optimizer,
-        loss=subject.config.loss,
-        attention=subject.attention,
-        clip_norm=subject.config.optim.clip_norm if clip_norm is None else clip_norm,
-    )
-    return result.grad_norm
+    return probe.subject.train_step(drafter, [probe.row], [probe.anchor_positions], clip_norm=clip_norm).grad_norm

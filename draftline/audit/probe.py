@@ -308,7 +308,7 @@ class Probe:
         embeddings = self.block_embeddings if block_embeddings is None else block_embeddings
         positions = torch.tensor(self.few_anchors if anchors is None else anchors, device=self.device)
         layout = BlockLayout.of_row(positions, self.row.position_ids[0], self.block_size)
-        output = self.subject.draft_model(states, embeddings, layout, self.subject.attention)
+        output = self.subject.draft_model(states, embeddings, layout, self.subject.run.drafter.attention)
         return output[0].unflatten(0, (len(positions), self.block_size))
 
     @cached_property

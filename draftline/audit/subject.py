@@ -1,102 +1,43 @@
-"""The live objects that one training run uses, each replaceable.
+"""What an audit examines: a run as `assemble` made it, with the decoder and the exporter that go with it.
 
-The audit examines these and no configuration strings: whatever the run will call is called here, with inputs for
-which the right answer is known from elsewhere. Tests plant faults by replacing exactly one of them.
+Nothing is put together here. Each method calls what training, evaluation and export call, looked up where they look it
+up and when the audit asks, with inputs of the audit's own making: so a fault is reported where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from torch import Tensor
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from draftline.config import LossConfig, RunConfig
 from draftline.data.sampler import RowPlan
-from draftline.draft.attention import Attention
 from draftline.draft.block import FrozenTarget
+from draftline.data.split import RunData
 from draftline.draft.model import DFlashDraftModel
-from draftline.evaluate.generate import Generation
+from draftline.engine import rows
+from draftline.evaluate import generate
+from draftline.formats import write
 from draftline.records import CapturedSample, PackedBatch, Sample, StepMetrics
+from draftline.run import Run
 from draftline.targets.model import Target
+from draftline.train import drafter as drafter_module
+from draftline.train.drafter import Drafter
 from draftline.train.step import StepResult
+
+_CONVERSATIONS_READ = 200
+"""Conversations of each part of the data that the audit looks at, spread over all of it."""
 
 
 class NotApplicable(Exception):
     """Raised by a check for whose object there is nothing to examine in this subject; the message says what."""
-
-
-class RowLoss(Protocol):
-    """`draftline.train.step.row_loss`."""
-
-    def __call__(
-        self,
-        draft_model: DFlashDraftModel,
-        batch: PackedBatch,
-        anchor_positions_A: Tensor,
-        frozen: FrozenTarget,
-        loss: LossConfig,
-        attention: type[Attention],
-    ) -> tuple[Tensor, StepMetrics]:
-        """Undivided loss and metrics of one row."""
-
-
-class TrainStep(Protocol):
-    """`draftline.train.step.train_step`."""
-
-    def __call__(
-        self,
-        *,
-        draft_model: DFlashDraftModel,
-        batches: Sequence[PackedBatch],
-        anchors: Sequence[Tensor],
-        frozen: FrozenTarget,
-        optimizer: Optimizer,
-        loss: LossConfig,
-        attention: type[Attention],
-        clip_norm: float,
-    ) -> StepResult:
-        """One optimiser step."""
-
-
-class Generate(Protocol):
-    """`draftline.evaluate.generate.generate`, greedy."""
-
-    def __call__(
-        self,
-        target: Target,
-        draft_model: DFlashDraftModel,
-        input_ids: Tensor,
-        *,
-        max_new_tokens: int,
-        stop_token_ids: Collection[int] = (),
-    ) -> Generation:
-        """Decode with the drafter."""
-
-
-class Export(Protocol):
-    """Writes the drafter into a folder that does not exist yet."""
-
-    def __call__(self, draft_model: DFlashDraftModel, folder: Path, /) -> None:
-        """Write the exported drafter."""
-
-
-class SaveState(Protocol):
-    """Writes weights and optimiser to a folder."""
-
-    def __call__(self, draft_model: DFlashDraftModel, optimizer: Optimizer, folder: Path, /) -> None:
-        """Write a checkpoint."""
-
-
-class RestoreState(Protocol):
-    """Reads them back into a drafter and an optimiser of the same shape."""
-
-    def __call__(self, draft_model: DFlashDraftModel, optimizer: Optimizer, folder: Path, /) -> None:
-        """Restore a checkpoint."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,51 +61,135 @@ class PreparedData:
     num_tokens: int = 0
 
 
+def prepared_data(
+    data: RunData, report: dict[str, Any] | None = None, meta: dict[str, Any] | None = None
+) -> PreparedData:
+    """Some of the conversations that a run has chosen, and what is known about all of them.
+
+    Args:
+        report, meta: of the prepared folder, if the conversations come from one.
+    """
+    return PreparedData(
+        samples=[data.training[int(i)] for i in _spread(data.training_ids)],
+        heldout=[data.heldout[int(i)] for i in _spread(data.heldout_ids)],
+        report=report or {},
+        meta=meta or {},
+        num_samples=len(data.training_ids),
+        num_tokens=int(data.training.lengths[data.training_ids].sum()),
+    )
+
+
+def _spread(ids: NDArray[np.int64]) -> NDArray[np.int64]:
+    """At most so many of the ids as are read, evenly spread."""
+    if len(ids) <= _CONVERSATIONS_READ:
+        return ids
+    return ids[np.linspace(0, len(ids) - 1, _CONVERSATIONS_READ).astype(int)]
+
+
 @dataclass(frozen=True, eq=False)
 class AuditSubject:
-    """Everything that one run uses.
+    """A run, and what is known about where it comes from.
 
     Attributes:
-        capture: samples to captured samples, as the run's target loop does it.
-        pack: captured samples to one row.
-        draw_anchors: row, budget per document, seed -> [A] positions.
-        frozen: the target's embedding and head as the loss uses them.
-        row_loss, train_step: the loss of a row, and one step of the optimiser.
-        attention: implementation used in training.
-        make_optimizer: a fresh optimiser over a drafter's parameters.
-        learning_rate: update number and number of updates -> rate.
-        set_learning_rate: makes an optimiser use a rate.
-        save_state, restore_state: checkpoint of drafter and optimiser.
-        export: writes the drafter that will be served; None if its format cannot express it.
-        generate: the decoder that measures acceptance.
-        acceptance_length: generations to the reported number.
-        teacher_forced: drafter, prompt and answer ids to the estimate from the training forward.
-        data: prepared conversations, if there are any yet.
+        run: what `assemble` made of the settings.
+        data: prepared conversations; none: the run has drawn some, because there are none yet.
         trained: whether the weights come from training, so that acceptance means something.
         folder: a finished drafter's folder; what lies there is examined instead of a fresh export.
-        scratch: makes temporary folders.
+        run_folder: the folder of a run that has trained; what it logged is measured again.
     """
 
-    config: RunConfig
-    target: Target
-    draft_model: DFlashDraftModel
-    capture: Callable[[Sequence[Sample]], list[CapturedSample]]
-    pack: Callable[[RowPlan, Sequence[CapturedSample]], PackedBatch]
-    draw_anchors: Callable[[PackedBatch, int, int], Tensor]
-    frozen: FrozenTarget
-    row_loss: RowLoss
-    train_step: TrainStep
-    attention: type[Attention]
-    make_optimizer: Callable[[DFlashDraftModel], Optimizer]
-    learning_rate: Callable[[int, int], float]
-    set_learning_rate: Callable[[Optimizer, float], None]
-    save_state: SaveState
-    restore_state: RestoreState
-    export: Export
-    generate: Generate
-    acceptance_length: Callable[[Sequence[Generation]], float]
-    teacher_forced: Callable[[DFlashDraftModel, Sequence[tuple[list[int], list[int]]]], float]
-    scratch: Callable[[], AbstractContextManager[str]]
+    run: Run
     data: PreparedData | None = None
     trained: bool = False
     folder: Path | None = None
+    run_folder: Path | None = None
+
+    @property
+    def config(self) -> RunConfig:
+        return self.run.config
+
+    @property
+    def target(self) -> Target:
+        return self.run.target
+
+    @property
+    def draft_model(self) -> DFlashDraftModel:
+        return self.run.drafter.model
+
+    @property
+    def frozen(self) -> FrozenTarget:
+        return self.run.drafter.frozen
+
+    def capture(self, samples: Sequence[Sample]) -> list[CapturedSample]:
+        """Through the run's target loop, which is not to refuse bad states: they are what is looked for."""
+        loop = self.run.capture_loop()
+        loop.checked_batches = 0
+        return loop.capture(samples)
+
+    def pack(self, plan: RowPlan, captured: Sequence[CapturedSample]) -> PackedBatch:
+        """Captured samples to one row, as every engine does it."""
+        return rows.pack(plan, captured)
+
+    def draw_anchors(self, row: PackedBatch, budget: int, seed: int) -> Tensor:
+        """[A] positions."""
+        return drafter_module.draw_anchors(row, budget, seed)
+
+    def row_loss(
+        self, draft_model: nn.Module, row: PackedBatch, anchor_positions_A: Tensor, loss: LossConfig | None = None
+    ) -> tuple[Tensor, StepMetrics]:
+        """Undivided loss and metrics of a row, in the run's precision."""
+        drafter = self.run.drafter
+        with drafter.precision():
+            return drafter_module.row_loss(
+                draft_model,  # type: ignore[arg-type]  # a stand-in has the methods of a drafter
+                drafter.as_computed(row),
+                anchor_positions_A,
+                drafter.frozen,
+                loss or self.config.loss,
+                drafter.attention,
+            )
+
+    def train_step(
+        self,
+        drafter: Drafter,
+        batches: Sequence[PackedBatch],
+        anchors: Sequence[Tensor],
+        optimizer: Optimizer | None = None,
+        clip_norm: float | None = None,
+    ) -> StepResult:
+        """One step of the optimiser with given anchors, in the run's precision.
+
+        Args:
+            optimizer, clip_norm: none: the drafter's own.
+        """
+        with drafter.precision():
+            return drafter_module.train_step(
+                draft_model=drafter.model,
+                batches=[drafter.as_computed(batch) for batch in batches],
+                anchors=anchors,
+                frozen=drafter.frozen,
+                optimizer=optimizer or drafter.optimizer,
+                loss=self.config.loss,
+                attention=drafter.attention,
+                clip_norm=clip_norm or self.config.optim.clip_norm,
+            )
+
+    def export(self, draft_model: DFlashDraftModel, folder: Path) -> None:
+        """Write the drafter that will be served, in float32; a reduced vocabulary has no place in z-lab's format."""
+        if draft_model.config.draft_vocab_size is None:
+            write.export_zlab(draft_model, folder, "float32")
+        else:
+            name, head = self.target.name, self.target.head
+            write.export_speculators(draft_model, folder, "float32", verifier=name, target_head=head)
+
+    def generate(
+        self, draft_model: nn.Module, prompt: Sequence[int], max_new_tokens: int, stop_token_ids: Sequence[int] = ()
+    ) -> generate.Generation:
+        """Decode greedily with the decoder that measures acceptance."""
+        return generate.generate(
+            self.target,
+            draft_model,  # type: ignore[arg-type]  # a stand-in has the methods of a drafter
+            torch.tensor([list(prompt)], device=self.target.device),
+            max_new_tokens=max_new_tokens,
+            stop_token_ids=stop_token_ids,
+        )

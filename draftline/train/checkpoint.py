@@ -88,8 +88,8 @@ class TrainState:
         self.window = StepMetrics.zero(len(window.slots_P))
         return window
 
-    def is_best(self, heldout_streak: float) -> bool:
-        """Note a held-out streak; true if it is the best so far. NaN (nothing was held out) never is."""
+    def note_streak(self, heldout_streak: float) -> bool:
+        """Keep the best held-out streak and its step; true if this is the best so far. NaN never is."""
         if not heldout_streak > (float("-inf") if self.best_streak is None else self.best_streak):
             return False
         self.best_step, self.best_streak = self.step, heldout_streak

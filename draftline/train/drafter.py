@@ -1,11 +1,12 @@
 """The drafter of a run: weights and optimiser together, and what one step does to them.
 
 Everything that a run adds to the bare `train_step` is here: the rate of the step, the anchors of its rows, the
-precision of its device; and what of it goes into a checkpoint and comes back.
+precision of its products; and what of it goes into a checkpoint and comes back.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -51,6 +52,11 @@ class Drafter:
         frozen: embedding and head of the target, on `device`; with them comes a reduced vocabulary.
         device: where the drafter trains.
 
+    Attributes:
+        model, optimizer: the weights, and what moves them.
+        attention: implementation used in training.
+        dtype: of matrix products, see `train.precision`.
+
     Raises:
         ConfigError: the attention that was asked for does not run on the device.
     """
@@ -58,8 +64,10 @@ class Drafter:
     def __init__(
         self, *, config: RunConfig, shape: DFlashConfig, total_steps: int, frozen: FrozenTarget, device: torch.device
     ) -> None:
-        self._config, self._total_steps, self._frozen, self._device = config, total_steps, frozen, device
-        self._attention = attention_class(config.train.attention, device)
+        self.config, self.total_steps, self.frozen, self.device = config, total_steps, frozen, device
+        self.attention = attention_class(config.train.attention, device)
+        low = config.train.precision == "bfloat16" or (config.train.precision == "auto" and device.type != "cpu")
+        self.dtype = torch.bfloat16 if low else torch.float32
         torch.manual_seed(config.train.seed)
         self.model = DFlashDraftModel(shape)
         self.model.init_weights(torch.Generator().manual_seed(config.train.seed))
@@ -70,29 +78,33 @@ class Drafter:
 
     def learning_rate(self, step: int) -> float:
         """Rate of the update number `step`, from 0."""
-        return learning_rate(step, self._total_steps, self._config.optim)
+        return learning_rate(step, self.total_steps, self.config.optim)
+
+    def anchors(self, batch: PackedBatch, seed: int) -> Tensor:
+        """[A] anchors of a row."""
+        return draw_anchors(batch, self.config.train.num_anchors, seed)
 
     def step(self, batches: Sequence[PackedBatch]) -> StepResult:
         """Move the weights by the rows of one optimiser step."""
         set_learning_rate(self.optimizer, self.learning_rate(batches[0].step))
-        with self._precision():
+        with self.precision():
             return train_step(
                 draft_model=self.model,
-                batches=[self._as_computed(batch) for batch in batches],
-                anchors=[self._anchors(batch, self._config.train.seed) for batch in batches],
-                frozen=self._frozen,
+                batches=[self.as_computed(batch) for batch in batches],
+                anchors=[self.anchors(batch, self.config.train.seed) for batch in batches],
+                frozen=self.frozen,
                 optimizer=self.optimizer,
-                loss=self._config.loss,
-                attention=self._attention,
-                clip_norm=self._config.optim.clip_norm,
+                loss=self.config.loss,
+                attention=self.attention,
+                clip_norm=self.config.optim.clip_norm,
             )
 
     @torch.no_grad()
     def measure(self, batch: PackedBatch) -> StepMetrics:
         """Metrics of a held-out row; its anchors are the same in every evaluation of every run with that budget."""
-        with self._precision():
-            row, anchors = self._as_computed(batch), self._anchors(batch, HELDOUT_SEED)
-            return row_loss(self.model, row, anchors, self._frozen, self._config.loss, self._attention)[1]
+        with self.precision():
+            row, anchors = self.as_computed(batch), self.anchors(batch, HELDOUT_SEED)
+            return row_loss(self.model, row, anchors, self.frozen, self.config.loss, self.attention)[1]
 
     def checkpoint(self, state: TrainState, data_fingerprint: str) -> Checkpoint:
         """The present moment, to be written before the next step."""
@@ -101,7 +113,7 @@ class Drafter:
             moments=optimizer_tensors(self.optimizer, self.model),
             random=random_states(),
             state=state,
-            run_config=self._config,
+            run_config=self.config,
             drafter_config=self.model.config,
             data_fingerprint=data_fingerprint,
         )
@@ -121,15 +133,19 @@ class Drafter:
         restore_optimizer(self.optimizer, self.model, checkpoint.moments)
         restore_random_states(checkpoint.random)
 
-    def _anchors(self, batch: PackedBatch, seed: int) -> Tensor:
-        return draw_anchors(batch, self._config.train.num_anchors, seed)
+    def twin(self) -> Drafter:
+        """Another drafter of the same run with a copy of the weights and an optimiser that has not moved yet."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model)
+        other.optimizer = build_optimizer(other.model, self.config.optim)
+        return other
 
-    def _as_computed(self, batch: PackedBatch) -> PackedBatch:
-        """States in float32 on CPU, whatever the target's precision; elsewhere autocast converts them."""
-        if self._device.type != "cpu":
+    def as_computed(self, batch: PackedBatch) -> PackedBatch:
+        """States in float32 where products are, whatever the target's precision; autocast converts them otherwise."""
+        if self.dtype != torch.float32:
             return batch
         return replace(batch, hidden_states_packed=batch.hidden_states_packed.float())
 
-    def _precision(self) -> AbstractContextManager[object]:
-        """float32 on CPU; elsewhere matrix products in bfloat16, weights and optimiser still in float32."""
-        return nullcontext() if self._device.type == "cpu" else torch.autocast(self._device.type, torch.bfloat16)
+    def precision(self) -> AbstractContextManager[object]:
+        """Matrix products in `dtype`; weights, norms and the optimiser in float32."""
+        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, self.dtype)

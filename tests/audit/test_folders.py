@@ -8,17 +8,18 @@ import numpy as np
 import pytest
 
 from draftline.audit import run_audit
-from draftline.audit.folders import audit_run_folder, subject_of_run
-from draftline.audit.live import prepared_data
+from draftline.audit.folders import MemoryConversations, audit_run_folder, subject_to_come
+from draftline.audit.subject import prepared_data
 from draftline.config import load_run_config
+from draftline.data.split import RunData
 from draftline.errors import CheckpointError
 from tests.engine.tiny_target import tiny_samples, tiny_target
-from tests.run.small_run import SETTINGS, MemoryConversations, small_run
+from tests.run.small_run import SETTINGS, small_run
 
 
 def test_a_run_to_come_is_audited_with_its_own_drafter() -> None:
     config = load_run_config(None, [*SETTINGS, "loss.decay_gamma=9"])
-    audited = subject_of_run(config, tiny_target())
+    audited = subject_to_come(config, tiny_target())
     assert audited.draft_model.config.block_size == 4
     report = run_audit(audited, select=["DRF001", "LOS003", "DAT"])
     assert [finding.code for finding in report.findings] == ["LOS003"]
@@ -41,9 +42,9 @@ def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) ->
 
 
 def test_conversations_are_taken_from_all_of_the_data() -> None:
-    conversations = MemoryConversations(tiny_samples(24, seed=5) * 20)
+    conversations = MemoryConversations(tiny_samples(24, seed=5) * 20, "many")
     ids = np.arange(480)
-    found = prepared_data(conversations, ids, conversations, ids[:3])
+    found = prepared_data(RunData(conversations, ids, conversations, ids[:3]))
     assert (len(found.samples), len(found.heldout), found.num_samples) == (200, 3, 480)
     assert found.num_tokens == conversations.lengths.sum()
     assert len(found.samples[-1]) == conversations.lengths[479]

@@ -79,7 +79,7 @@ def test_lines_are_whole_in_a_pipe_and_hang_in_a_terminal() -> None:
     report.render(Console(file=piped, width=60))
     report.render(Console(file=shown, width=60, force_terminal=True, no_color=True))
     fix = report.findings[0].fix
-    assert f"fix:  {fix}\n" in piped.getvalue()
+    assert f"fix:   {fix}\n" in piped.getvalue()
     assert f"skipped DAT002: {report.checks[0].reason}\n" in piped.getvalue()
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in shown.getvalue().splitlines()]
     findings = lines[: next(i for i, line in enumerate(lines) if line.startswith("note"))]

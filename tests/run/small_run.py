@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
+from draftline.audit.folders import MemoryConversations
 from draftline.config import load_run_config
 from draftline.data.split import RunData, choose_conversations
 from draftline.records import Sample
-from draftline.run import Examination, RunResult, train_on
+from draftline.run import Examination, RunResult, assemble, train, with_saved_threads
 from draftline.train.run_folder import RunFolder
 from tests.engine.tiny_target import tiny_samples, tiny_target
 
@@ -37,31 +37,9 @@ SETTINGS = (
 all end at different places."""
 
 
-class MemoryConversations:
-    """Conversations in memory, as a prepared folder would give them."""
-
-    fingerprint = "memory"
-
-    def __init__(self, samples: Sequence[Sample]) -> None:
-        self._samples = samples
-        self.lengths = np.array([len(sample) for sample in samples])
-        self.prompt_hashes = np.arange(len(samples), dtype=np.uint64)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, sample_id: int) -> Sample:
-        return self._samples[sample_id]
-
-    def used_token_ids(self) -> torch.Tensor:
-        used = torch.zeros(1 + max(int(sample.input_ids.max()) for sample in self._samples), dtype=torch.bool)
-        used[torch.cat([sample.input_ids for sample in self._samples])] = True
-        return used
-
-
 def small_data(samples: Sequence[Sample] | None = None, words: Sequence[str] = ()) -> RunData:
     """What is trained on and what is held out."""
-    conversations = MemoryConversations(tiny_samples(24, seed=5) if samples is None else samples)
+    conversations = MemoryConversations(tiny_samples(24, seed=5) if samples is None else samples, "memory")
     return choose_conversations(load_run_config(None, [*SETTINGS, *words]), conversations, None)
 
 
@@ -75,7 +53,8 @@ def small_run(
     """Train in this process."""
     config = load_run_config(None, [*SETTINGS, *words])
     RunFolder(out).check_usable(config, resume)
-    return train_on(config, out, small_data(samples, words), tiny_target(), resume, examination)
+    run = assemble(with_saved_threads(config, out), tiny_target(), small_data(samples, words))
+    return train(run, out, resume=resume, examination=examination)
 
 
 def read_lines(out: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftline.audit.folders import subject_of_run
+from draftline.audit.folders import subject_to_come
 from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError
@@ -126,4 +126,4 @@ def test_a_reduced_vocabulary_stays(tmp_path: Path) -> None:
 
 def test_the_audit_examines_the_drafter_that_is_continued(first: Path) -> None:
     config = load_run_config(None, [*SETTINGS, f"drafter.init_from={first}"])
-    assert_near(subject_of_run(config, tiny_target()).draft_model, load_draft_model(first))
+    assert_near(subject_to_come(config, tiny_target()).draft_model, load_draft_model(first))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from draftline.audit.folders import MemoryConversations
 from draftline.config import TargetConfig, load_run_config
 from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.errors import CheckpointError, ConfigError
@@ -16,11 +17,11 @@ from draftline.evaluate.generate import generate, generate_plain
 from draftline.formats.exporting import export_drafter
 from draftline.formats.load import load_drafter
 from draftline.records import Sample
-from draftline.run import choose_conversations, train_on
+from draftline.run import assemble, choose_conversations, train
 from draftline.targets.model import TINY_FOLDER, load_target, stop_token_ids
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import VOCAB_SIZE, tiny_samples
-from tests.run.small_run import MemoryConversations, assert_same_run, read_lines, small_data, small_run
+from tests.run.small_run import assert_same_run, read_lines, small_data, small_run
 
 REDUCED = "drafter.draft_vocab_size=12"
 
@@ -99,8 +100,8 @@ def test_on_the_embedded_target_from_training_to_lossless_decoding(tmp_path: Pat
         None,
         ["drafter.draft_vocab_size=64", "drafter.num_layers=1", "drafter.num_captured_layers=3", "train.max_steps=4"],
     )
-    data = choose_conversations(config, MemoryConversations(samples), None)
-    train_on(config, tmp_path / "run", data, target, resume=False)
+    data = choose_conversations(config, MemoryConversations(samples, "memory"), None)
+    train(assemble(config, target, data), tmp_path / "run")
     export_drafter(source=tmp_path / "run", out=tmp_path / "out", target=target, reader="vllm", dtype="float32")
     model = load_drafter(tmp_path / "out", target=target).draft_model
     assert model.kept_ids is not None

@@ -12,6 +12,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from draftline.audit.folders import MemoryConversations
 from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError, DataError, DraftlineError, PipelineError, StorageError
@@ -20,7 +21,7 @@ from draftline.run import Examination, split_last_answer
 from draftline.targets.model import build_target
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import tiny_samples, tiny_target
-from tests.run.small_run import SETTINGS, MemoryConversations, assert_same_run, read_lines, small_data, small_run
+from tests.run.small_run import SETTINGS, assert_same_run, read_lines, small_data, small_run
 
 
 @pytest.fixture(scope="module")

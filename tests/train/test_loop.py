@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from draftline.config import TrainConfig
+from draftline.config import RunConfig, TrainConfig
 from draftline.errors import Interrupted, PipelineError, StorageError, UpdateError
 from draftline.records import PackedBatch, StepMetrics
 from draftline.train.checkpoint import TrainState
 from draftline.train.log import Record
-from draftline.train.loop import DrafterTrainLoop, LoopParts
+from draftline.train.loop import DrafterTrainLoop
 from draftline.train.step import StepResult
 from tests.transfer.rows import make_row
 
@@ -23,6 +23,7 @@ class Recorder:
     """Stands for drafter, log and checkpoints, and notes what is asked of it."""
 
     def __init__(self, streaks: Sequence[float] = ()) -> None:
+        self.config = RunConfig()
         self.events: list[tuple[str, int]] = []
         self.step_now = 0
         self._streaks = iter(streaks)
@@ -66,13 +67,16 @@ def make_loop(
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> DrafterTrainLoop:
     log_every, eval_every, save_every = every
-    parts = LoopParts(recorder.step, recorder.evaluate, recorder.save, stop_requested, recorder)  # type: ignore[arg-type]
+    recorder.config = RunConfig(train=TrainConfig(log_every=log_every, eval_every=eval_every, save_every=save_every))
     return DrafterTrainLoop(
+        drafter=recorder,  # type: ignore[arg-type]
         rows=source,
-        parts=parts,
-        config=TrainConfig(log_every=log_every, eval_every=eval_every, save_every=save_every),
         total_steps=steps,
         state=TrainState(StepMetrics.zero(4)),
+        log=recorder,  # type: ignore[arg-type]
+        evaluate=recorder.evaluate,
+        save=recorder.save,
+        stop_requested=stop_requested,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -20,15 +21,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftline.audit.live import live_subject
+from draftline.audit.folders import MemoryConversations, subject_of_run, subject_to_come
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
 from draftline.data.cache import tokenizer_hash
 from draftline.data.conversations import hash_json
-from draftline.data.vocabulary import count_supervised, reduce_vocabulary
-from draftline.draft.model import DFlashDraftModel
+from draftline.data.split import RunData
 from draftline.records import Sample
-from draftline.targets.drafter_shape import resolve_drafter_config
+from draftline.run import assemble
 from draftline.targets.model import Target, build_target
 
 VOCABULARY = 96
@@ -111,13 +111,14 @@ def subject(recipe: Recipe | None = None) -> AuditSubject:
     if recipe.chat:
         target = replace(target, tokenizer=chat_tokenizer())
     data = _answers(target, recipe)
-    model = DFlashDraftModel(resolve_drafter_config(target, config.drafter, None))
-    model.init_weights(torch.Generator().manual_seed(config.train.seed))
-    if model.d2t is not None:
-        assert data is not None, "the tokens are chosen from the data"
-        counts_V = count_supervised(data.samples, range(len(data.samples)), VOCABULARY)
-        model.keep_tokens(reduce_vocabulary(counts_V, len(model.d2t), {2}).kept_ids)
-    return live_subject(config, target, model, data)
+    if data is None:
+        return subject_to_come(config, target)
+    conversations = MemoryConversations([*data.samples, *data.heldout], "zoo")
+    ids = np.arange(len(conversations))
+    chosen = RunData(conversations, ids[: len(data.samples)], conversations, ids[len(data.samples) :])
+    made = subject_of_run(assemble(config, target, chosen))
+    assert made.data is not None
+    return replace(made, data=replace(made.data, report=data.report, meta=data.meta))
 
 
 _ANSWERED: dict[str, PreparedData] = {}
