@@ -1,8 +1,8 @@
 """Assemble a training run and train: the only place, with the engines, that knows both halves.
 
-    assemble(config, target, data) -> Run      everything that a run uses, once; an audit examines the same object
-    train(run, folder)                         run folder -> checkpoint? -> engine -> loop
-    train_run(config, folder)                  both, from settings alone
+assemble(config, target, data) -> Run      everything that a run uses, once; an audit examines the same object
+train(run, folder)                         run folder -> checkpoint? -> engine -> loop
+train_run(config, folder)                  both, from settings alone
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
 from draftline.config import OptimConfig
 from draftline.records import StepMetrics
-from draftline.train.checkpoint import TrainState
 from draftline.train import checkpoint
+from draftline.train.checkpoint import TrainState
 from draftline.train.drafter import Drafter
 from draftline.train.estimate import estimate_run
 

