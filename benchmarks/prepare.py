@@ -20,8 +20,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from draftline.data.pipeline import PrepareOptions
-from draftline.data.prepare import prepare
+from draftline.data.prepare import PrepareOptions, prepare
 
 ROUNDS = 3
 _WORDS = (

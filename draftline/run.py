@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 
 from draftline.config import DFlashConfig, RunConfig, sent_beside_states
-from draftline.data.cache import tokenizer_hash
 from draftline.data.dataset import PreparedDataset
 from draftline.data.sampler import Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
+from draftline.data.template import tokenizer_hash
 from draftline.data.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop

@@ -11,8 +11,8 @@ from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids, target_forward
 from draftline.audit.subject import NotApplicable, PreparedData
-from draftline.data.cache import tokenizer_hash
 from draftline.data.conversations import hash_json
+from draftline.data.template import tokenizer_hash
 from draftline.data.vocabulary import count_supervised, coverage_of
 from draftline.records import Sample
 

@@ -34,7 +34,7 @@ from draftline.outputs import keep_apart, write_json
 from draftline.progress import counting, say
 
 if TYPE_CHECKING:
-    from draftline.data.chat_mode import ChatMode
+    from draftline.data.accounting import ChatMode
     from draftline.data.prompts import Prompt
     from draftline.data.server import Endpoint
     from draftline.draft.model import DFlashDraftModel
@@ -126,8 +126,7 @@ def prompts_to_evaluate(files: Sequence[Path], tasks: Sequence[str], limit: int 
         ConfigError: neither was given, one is named twice, or a task set is unknown.
         DataError: a file or a set cannot be read or has no prompt.
     """
-    from draftline.data.prompts import read_prompts
-    from draftline.data.tasks import find_task, read_task
+    from draftline.data.prompts import find_task, read_prompts, read_task
 
     if not files and not tasks:
         raise ConfigError("nothing says what to ask: give --prompts FILE or --task NAME")

@@ -26,7 +26,7 @@ from draftline.outputs import keep_apart, write_file, write_json
 from draftline.progress import counting, reading, say
 
 if TYPE_CHECKING:
-    from draftline.data.pipeline import PrepareOptions
+    from draftline.data.prepare import PrepareOptions
     from draftline.data.server import ServerSettings
     from draftline.targets.model import Target
     from draftline.targets.regenerate import GenerationSettings
@@ -64,7 +64,7 @@ def prepare(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Turn conversations into token ids and loss masks, exactly as the target's chat template gives them."""
-    from draftline.data.pipeline import PrepareOptions
+    from draftline.data.prepare import PrepareOptions
     from draftline.data.render import MaskOptions
     from draftline.data.server import Endpoint, ServerSettings
     from draftline.targets.regenerate import GenerationSettings
@@ -111,9 +111,9 @@ def prepare_data(
         DataError, StorageError, Interrupted: see `data.prepare.prepare`.
     """
     from draftline.data.answers import AnswerStore
+    from draftline.data.dataset import ANSWERS_FILE
     from draftline.data.prepare import prepare
     from draftline.data.server import ServerAnswers
-    from draftline.data.writer import ANSWERS_FILE
     from draftline.targets.model import load_context_limit, load_target, load_tokenizer
     from draftline.targets.regenerate import GenerationSettings
 
@@ -140,9 +140,9 @@ def answer_and_prepare(
     OUT/answers.jsonl and never asked for again. Raises as `prepare_data`.
     """
     from draftline.data.answers import AnswerStore
-    from draftline.data.prepare import prepare
-    from draftline.data.writer import ANSWERS_FILE
-    from draftline.targets.regenerate import TargetAnswers, given_samples, measure_agreement
+    from draftline.data.dataset import ANSWERS_FILE
+    from draftline.data.prepare import given_samples, prepare
+    from draftline.targets.regenerate import TargetAnswers, measure_agreement
 
     target.require_chat_template()
     tokenizer = target.require_tokenizer()

@@ -67,7 +67,7 @@ def run_quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
 
 def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     from draftline import recipes
-    from draftline.data.pipeline import PrepareOptions
+    from draftline.data.prepare import PrepareOptions
     from draftline.data.prompts import read_prompts
     from draftline.evaluate.settings import EvaluationSettings
     from draftline.formats.card import trained_mode

@@ -1,23 +1,114 @@
-"""Prepares a data set: the call behind `draftline prepare`."""
+"""Prepares a data set: the call behind `draftline prepare`.
+
+From rows to samples, chunk by chunk: tell the shape, let the target answer, render, cut, count, write. What is prepared
+has a key that changes with everything that can change a token or a mask, so that the same call finds it done.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+import json
+import re
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
+import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
-from draftline.data.cache import dataset_key, tokenizer_hash
-from draftline.data.dataset import TOKENIZER_KEY, PreparedDataset
-from draftline.data.pipeline import Answerer, Preparation, PrepareOptions, Progress
-from draftline.data.readers import is_dataset, resolve_sources
-from draftline.data.report import refuse_bad_data
-from draftline.data.writer import PARTIAL, DatasetWriter, discard_partial, is_own_folder
+from draftline.data.accounting import Accounting, refuse_bad_data
+from draftline.data.conversations import (
+    Chat,
+    Conversation,
+    FormattedText,
+    ParsedRow,
+    TokenRow,
+    Unusable,
+    hash_json,
+)
+from draftline.data.dataset import (
+    PARTIAL,
+    SEEN_ANSWERS,
+    SEEN_ROWS,
+    TOKENIZER_KEY,
+    DatasetWriter,
+    PreparedDataset,
+    discard_partial,
+    is_own_folder,
+)
+from draftline.data.readers import STDIN, RawRow, is_dataset, read_rows, resolve_sources, total_bytes
+from draftline.data.render import (
+    MaskOptions,
+    RenderedConversation,
+    check_tokens,
+    render_conversation,
+    render_conversations,
+    render_text,
+)
+from draftline.data.shapes import parse_row
+from draftline.data.split import HeldoutPrompts
+from draftline.data.template import ChatTemplate, tokenizer_hash
 from draftline.errors import DataError, Interrupted, StorageError, TemplateError
+from draftline.records import Sample
 from draftline.storage import storage_errors
+
+_CHUNK_ROWS = 512
+_SECONDS_BETWEEN_CHECKPOINTS = 5.0
+_QUOTING_REASONS = 20
+"""Distinct messages of a template, a server, or role names that are counted apart; further ones together."""
+_BLOCK = 1 << 22
+"""Bytes of a file that are hashed at once."""
+_ROLES = ("system", "user", "assistant", "tool")
+
+Progress = Callable[[int, int | None, int, int], None]
+"""Called with bytes read, all bytes (None if unknown), rows read and tokens written."""
+
+
+class Answerer(Protocol):
+    """Lets the target answer conversations."""
+
+    def __call__(self, conversations: Sequence[Conversation]) -> Sequence[Conversation | Unusable]:
+        """The conversations with the target's own answers, in the order given, or why one cannot be answered."""
+
+    def identity(self) -> dict[str, Any]:
+        """What determines the answers, for the key of the prepared data."""
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How data is prepared.
+
+    Attributes:
+        max_length: longest sample, tokens; longer ones are cut.
+        truncation: the side on which they are cut.
+        mask: what is supervised.
+        template_options: keyword arguments of the chat template.
+        strip_images: take images and other media out of messages instead of dropping the row.
+        deduplicate: drop rows that are equal to an earlier one.
+        heldout: number of prompts whose rows go to `OUT/heldout` instead of training.
+        min_supervised: fewest supervised tokens of a sample.
+        split: split of Hugging Face data sets; None: train.
+        strict: fail if any row is dropped.
+        max_unreadable: largest share of rows that may be unreadable.
+    """
+
+    max_length: int = 3072
+    truncation: Literal["right", "left"] = "right"
+    mask: MaskOptions = field(default_factory=MaskOptions)
+    template_options: dict[str, Any] = field(default_factory=dict)
+    strip_images: bool = False
+    deduplicate: bool = True
+    heldout: int = 0
+    min_supervised: int = 1
+    split: str | None = None
+    strict: bool = False
+    max_unreadable: float = 0.01
 
 
 def prepare(
@@ -102,3 +193,319 @@ def _finished_report(out: Path, key: str) -> dict[str, Any] | None:
             "delete it, or give a new folder with --out"
         )
     return done.report
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A row with what it has become so far."""
+
+    raw: RawRow
+    parsed: ParsedRow
+
+
+class Preparation:
+    """One run over the data; goes on from the writer's state if it has one."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        options: PrepareOptions,
+        answerer: Answerer | None,
+        writer: DatasetWriter,
+    ) -> None:
+        self.options, self._answerer, self._writer = options, answerer, writer
+        self.template = ChatTemplate(tokenizer, options.template_options)
+        self.template.require_offsets()
+        state = writer.state or {}
+        self.accounting = Accounting.from_state(state["accounting"]) if state else Accounting()
+        self.heldout = HeldoutPrompts(options.heldout, state.get("heldout"))
+        self._sources: list[str] = state.get("sources", [])
+        self._max_id: int = state.get("max_id", -1)
+        self._seen_rows, self._seen_answers = writer.seen(SEEN_ROWS), writer.seen(SEEN_ANSWERS)
+        self._special = _special_pattern(tokenizer)
+        self.saved_rows = self.accounting.rows_in
+        self.first_refusal = ""
+
+    def run(self, sources: Sequence[str | Path], progress: Progress | None) -> None:
+        """Go through all rows that the state does not have yet."""
+        rows = islice(read_rows(sources, self.options.split), self.saved_rows, None)
+        size = total_bytes(sources)
+        saved = time.monotonic()
+        while chunk := list(islice(rows, _CHUNK_ROWS)):
+            self._take(chunk)
+            self.accounting.check()
+            if time.monotonic() - saved > _SECONDS_BETWEEN_CHECKPOINTS:
+                self._save()
+                saved = time.monotonic()
+            if progress is not None:
+                progress(chunk[-1].bytes_read, size, self.accounting.rows_in, self.accounting.tokens)
+        self._save()
+
+    def _save(self) -> None:
+        state = {
+            "accounting": self.accounting.as_state(),
+            "heldout": self.heldout.as_state(),
+            "sources": self._sources,
+            "max_id": self._max_id,
+        }
+        self._writer.checkpoint(state)
+        self.saved_rows = self.accounting.rows_in
+
+    def _take(self, chunk: Sequence[RawRow]) -> None:
+        items = self._answer([self._parse(raw) for raw in chunk])
+        chats = [item.parsed.conversation for item in items if isinstance(item.parsed, Chat)]
+        rendered = iter(render_conversations(self.template, chats, self.options.mask))
+        for item in items:
+            self.accounting.rows_in += 1
+            result = self._render(item.parsed, rendered)
+            if isinstance(result, RenderedConversation):
+                result = self._cut(result)
+            if isinstance(result, Unusable):
+                self.accounting.dropped.add(self._bounded(result.reason), item.raw.line, item.raw.source)
+            else:
+                self._keep(item, result)
+
+    def _parse(self, raw: RawRow) -> _Item:
+        if raw.fault is not None:
+            return _Item(raw, Unusable(raw.fault))
+        try:
+            content = json.dumps(raw.value, sort_keys=True, ensure_ascii=False, default=str).encode()
+        except UnicodeEncodeError:
+            return _Item(raw, Unusable("lone_surrogate"))
+        known = self._known(content, self._seen_rows, SEEN_ROWS)
+        if known and self.options.deduplicate:
+            return _Item(raw, Unusable("duplicate"))
+        parsed = parse_row(raw.value, strip_images=self.options.strip_images)
+        return _Item(raw, usable(self.template, parsed, answered_later=self._answerer is not None))
+
+    def _answer(self, items: list[_Item]) -> list[_Item]:
+        """Let the target answer all conversations of a chunk."""
+        if self._answerer is None:
+            return items
+        chats = [item.parsed for item in items if isinstance(item.parsed, Chat)]
+        answered = iter(self._answerer([chat.conversation for chat in chats]))
+        return [
+            replace(item, parsed=_with_answers(item.parsed, next(answered))) if isinstance(item.parsed, Chat) else item
+            for item in items
+        ]
+
+    def _render(
+        self, parsed: ParsedRow, rendered: Iterator[RenderedConversation | Unusable]
+    ) -> RenderedConversation | Unusable:
+        if isinstance(parsed, Unusable):
+            return parsed
+        if isinstance(parsed, TokenRow):
+            return check_tokens(parsed, len(self.template.tokenizer), self.options.mask)
+        if isinstance(parsed, FormattedText):
+            return render_text(self.template, parsed, self.options.mask)
+        result = next(rendered)
+        if isinstance(result, RenderedConversation):
+            return result
+        self.first_refusal = self.first_refusal or result.detail
+        return Unusable(result.reason)
+
+    def _bounded(self, message: str) -> str:
+        """A reason of the report; of those that quote something, only some of a kind are told apart."""
+        reason = message[:160]
+        kind, quotes, _ = reason.partition(":")
+        known = self.accounting.dropped
+        full = bool(quotes) and sum(name.startswith(f"{kind}:") for name in known) >= _QUOTING_REASONS
+        return kind if full and reason not in known else reason
+
+    def _cut(self, result: RenderedConversation) -> RenderedConversation | Unusable:
+        """Cut to `max_length`; the supervised tokens are counted after that."""
+        limit = self.options.max_length
+        if not result.loss_mask.any():
+            return Unusable("nothing_supervised")
+        if len(result.input_ids) > limit:
+            part = slice(0, limit) if self.options.truncation == "right" else slice(-limit, None)
+            result = replace(
+                result,
+                input_ids=result.input_ids[part],
+                loss_mask=result.loss_mask[part],
+                notes=(*result.notes, "truncated"),
+            )
+            if not result.loss_mask.any():
+                return Unusable("all_supervision_truncated")
+        if result.loss_mask.sum() < self.options.min_supervised:
+            return Unusable("too_few_supervised_tokens")
+        return result
+
+    def _keep(self, item: _Item, result: RenderedConversation) -> None:
+        raw, conversation = item.raw, item.parsed.conversation if isinstance(item.parsed, Chat) else None
+        notes = [*result.notes, *(item.parsed.notes if isinstance(item.parsed, Chat) else ())]
+        if conversation is not None:
+            notes += self._content_notes(conversation)
+            prompt_hash = int(conversation.prompt_hash()[:16], 16)
+            self.heldout.offer(prompt_hash, conversation)
+        else:
+            first = int(result.loss_mask.argmax())
+            prompt_hash = int(hash_json(result.input_ids[:first].tolist())[:16], 16)
+        for note in dict.fromkeys(notes):
+            self.accounting.flagged.add(note, raw.line, raw.source)
+        if not self._sources or self._sources[-1] != raw.source:
+            self._sources.append(raw.source)
+        self._max_id = max(self._max_id, int(result.input_ids.max()))
+        self._writer.add(result.input_ids, result.loss_mask, len(self._sources) - 1, raw.line, prompt_hash)
+        self.accounting.keep(len(result.input_ids), int(result.loss_mask.sum()), conversation)
+
+    def _content_notes(self, conversation: Conversation) -> list[str]:
+        notes = []
+        for message in conversation.messages:
+            if self._special is not None and self._special.search(message.content):
+                notes.append("special_token_in_text")
+            if message.role == "assistant" and message.finish_reason == "length":
+                notes.append("answer_cut")
+        answer = " ".join(message.content for message in conversation.messages if message.role == "assistant")
+        if answer and self._known(answer.encode(), self._seen_answers, SEEN_ANSWERS):
+            notes.append("repeated_answer")
+        return notes
+
+    def _known(self, content: bytes, seen: set[int], name: str) -> bool:
+        """Whether this content occurred before; it is remembered by 8 bytes of its hash."""
+        content_hash = int.from_bytes(hashlib.sha256(content).digest()[:8])
+        if content_hash in seen:
+            return True
+        seen.add(content_hash)
+        self._writer.add_seen(name, content_hash)
+        return False
+
+    def meta(self) -> dict[str, Any]:
+        """What the samples were made with."""
+        tokenizer = self.template.tokenizer
+        return {
+            "sources": self._sources,
+            "max_id": self._max_id,
+            "vocab_size": len(tokenizer),
+            "template_hash": hash_json(tokenizer.chat_template),
+            "template_options": self.options.template_options,
+            "max_length": self.options.max_length,
+            "supervise": self.options.mask.supervise,
+        }
+
+    def report(self) -> dict[str, Any]:
+        """The accounting with the shares that people ask for."""
+        counts = self.accounting.as_state()
+        duplicates = counts["dropped"].get("duplicate", {"count": 0})["count"]
+        return {
+            **counts,
+            "supervising": {"answers": "assistant answers", "last": "last assistant answer", "all": "all text"}[
+                self.options.mask.supervise
+            ],
+            "supervised_share": counts["supervised_tokens"] / counts["tokens"],
+            "duplicate_share": duplicates / counts["rows_in"],
+            "heldout_prompts": len(self.heldout.hashes),
+        }
+
+
+def given_samples(
+    tokenizer: PreTrainedTokenizerBase, data: Sequence[str], options: PrepareOptions, count: int
+) -> list[Sample]:
+    """The first `count` conversations of the data that have answers, with the answers as they are.
+
+    Standard input is left alone, because it can be read only once.
+    """
+    template = ChatTemplate(tokenizer, options.template_options)
+    samples: list[Sample] = []
+    for raw in read_rows([source for source in resolve_sources(data) if source != STDIN], options.split):
+        if len(samples) == count:
+            break
+        parsed = parse_row(raw.value, strip_images=options.strip_images)
+        parsed = usable(template, parsed, answered_later=False)
+        if not isinstance(parsed, Chat):
+            continue
+        rendered = render_conversation(template, parsed.conversation, options.mask)
+        if isinstance(rendered, RenderedConversation):
+            ids, mask = rendered.input_ids[: options.max_length], rendered.loss_mask[: options.max_length]
+            samples.append(Sample(len(samples), torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask)))
+    return samples
+
+
+def usable(template: ChatTemplate, parsed: ParsedRow, *, answered_later: bool) -> ParsedRow:
+    """The row, with the roles that the template has; `Unusable` where a conversation lacks what it must have.
+
+    That is a template, known roles, and an answer to learn from, or with `answered_later` something to answer.
+    """
+    if not isinstance(parsed, Chat):
+        return parsed
+    if not template.tokenizer.chat_template:
+        return Unusable("no_chat_template")
+    messages = []
+    for message in parsed.conversation.messages:
+        role = message.role
+        if role not in _ROLES and not template.knows_role(role):
+            if role not in ("developer", "ipython"):
+                return Unusable(f"unknown_role: {role[:40]}")
+            role = "system" if role == "developer" else "tool"
+        messages.append(message if role == message.role else message.model_copy(update={"role": role}))
+    conversation = parsed.conversation.model_copy(update={"messages": tuple(messages)})
+    if not answered_later:
+        return _with_answers(parsed, conversation)
+    if not any(message.role == "user" for message in messages):
+        return Unusable("no_user" if messages else "empty")
+    return Chat(conversation, parsed.notes)
+
+
+def _with_answers(chat: Chat, answered: Conversation | Unusable) -> Chat | Unusable:
+    """The row with a conversation in which the assistant has said something."""
+    if isinstance(answered, Unusable):
+        return answered
+    if not answered.messages:
+        return Unusable("empty")
+    answers = [message for message in answered.messages if message.role == "assistant"]
+    if not answers:
+        return Unusable("no_assistant")
+    if not any(message.content or message.reasoning_content or message.tool_calls for message in answers):
+        return Unusable("all_answers_empty")
+    return Chat(answered, chat.notes)
+
+
+def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Matches the text of any token that the tokenizer treats as special; None if it has none."""
+    texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content]
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))) if texts else None
+
+
+def dataset_key(
+    tokenizer_identity: str,
+    sources: Sequence[str | Path],
+    options: dict[str, Any],
+    answers: dict[str, Any] | None,
+) -> str:
+    """Hash of the content of the data, the tokenizer, the template's text, the options and Draftline's own code.
+
+    Reads the files once. Standard input and pipes have no content before they are read, so their
+    key never repeats.
+    """
+    return hash_json(
+        {
+            "data": [_source_hash(source) for source in sources],
+            "tokenizer": tokenizer_identity,
+            "options": options,
+            "answers": answers,
+            "code": _code_hash(),
+        }
+    )
+
+
+def _source_hash(source: str | Path) -> str:
+    if isinstance(source, Path) and source.is_file():
+        return _file_hash(source)
+    if isinstance(source, Path) and source.is_dir():
+        return hash_json([_file_hash(file) for file in sorted(source.rglob("*")) if file.is_file()])
+    return uuid.uuid4().hex if isinstance(source, Path) or source == "-" else source
+
+
+def _file_hash(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _code_hash() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()

@@ -70,6 +70,11 @@ class RawRow:
     fault: str | None = None
     bytes_read: int = 0
 
+    @property
+    def place(self) -> str:
+        """Where it was found, for messages."""
+        return f"{self.source} line {self.line}"
+
 
 def resolve_sources(names: Sequence[str]) -> list[str | Path]:
     """Files for paths, folders and patterns; standard input, saved data sets and names of hub data sets as they are."""

@@ -306,6 +306,13 @@ def render_prompt(
         ) from refused
 
 
+def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Identity of vocabulary, merges, normalisation, special tokens and chat template."""
+    backend: Any = tokenizer.backend_tokenizer
+    special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return hash_json([backend.to_str(), special, tokenizer.chat_template])
+
+
 def shared_start(first: str, second: str) -> int:
     """Length of what two texts have in common at their beginning; by bisection, so at the speed of comparing them."""
     low, high = 0, min(len(first), len(second))

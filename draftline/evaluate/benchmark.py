@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
+from draftline.data.accounting import ChatMode
 from draftline.data.answers import answer_slots
-from draftline.data.chat_mode import ChatMode
 from draftline.data.prompts import Prompt
 from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel

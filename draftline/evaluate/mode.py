@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from draftline.data.chat_mode import (
+from draftline.data.accounting import (
     NO_SYSTEM_PROMPT,
     OTHERS,
     THINKING,

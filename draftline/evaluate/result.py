@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftline.data.chat_mode import ChatMode
+from draftline.data.accounting import ChatMode
 from draftline.evaluate.breakdown import Part
 from draftline.evaluate.interval import Interval
 from draftline.evaluate.settings import EvaluationSettings

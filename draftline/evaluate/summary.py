@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from draftline.data.accounting import ChatMode
 from draftline.data.answers import answer_slots
-from draftline.data.chat_mode import ChatMode
 from draftline.data.prompts import Prompt
 from draftline.data.render import text_pieces
 from draftline.data.template import render_prompt

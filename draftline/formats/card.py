@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from draftline.config import DFlashConfig, RunConfig, decay_gamma
-from draftline.data.chat_mode import ChatMode
+from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import DataError
 from draftline.formats.files import ExportDtype

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftline.data.files import META_FILE, REPORT_FILE
+from draftline.data.accounting import META_FILE, REPORT_FILE
 from draftline.page.axis import number
 from draftline.page.chart import Bars, hue
 from draftline.report.run_folder import Row

@@ -17,17 +17,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answer_key, counted, make_answer
-from draftline.data.checks import check_answers, settle_roles
-from draftline.data.conversations import Chat, Conversation, Unusable
-from draftline.data.pipeline import PrepareOptions
-from draftline.data.readers import STDIN, read_rows, resolve_sources
-from draftline.data.render import RenderedConversation, render_conversation
-from draftline.data.shapes import parse_row
+from draftline.data.conversations import Conversation, Unusable
 from draftline.data.template import ChatTemplate, Refused
 from draftline.records import Sample
 from draftline.targets.model import context_limit, stop_token_ids, weights_fingerprint
@@ -196,30 +190,6 @@ class Agreement:
         if self.share >= OWN_ANSWERS_AGREEMENT:
             return f"{percent}: the answers are its own, train on them as they are"
         return f"{percent}: the answers are not its own; only --regenerate teaches the drafter what will be served"
-
-
-def given_samples(
-    tokenizer: PreTrainedTokenizerBase, data: Sequence[str], options: PrepareOptions, count: int
-) -> list[Sample]:
-    """The first `count` conversations of the data that have answers, with the answers as they are.
-
-    Standard input is left alone, because it can be read only once.
-    """
-    template = ChatTemplate(tokenizer, options.template_options)
-    samples: list[Sample] = []
-    for raw in read_rows([source for source in resolve_sources(data) if source != STDIN], options.split):
-        if len(samples) == count:
-            break
-        parsed = parse_row(raw.value, strip_images=options.strip_images)
-        parsed = settle_roles(template, parsed) if isinstance(parsed, Chat) else parsed
-        parsed = check_answers(parsed, answered_later=False) if isinstance(parsed, Chat) else parsed
-        if not isinstance(parsed, Chat):
-            continue
-        rendered = render_conversation(template, parsed.conversation, options.mask)
-        if isinstance(rendered, RenderedConversation):
-            ids, mask = rendered.input_ids[: options.max_length], rendered.loss_mask[: options.max_length]
-            samples.append(Sample(len(samples), torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask)))
-    return samples
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 from draftline import cli
 from draftline.commands.prepare import answer_and_prepare
 from draftline.config import TargetConfig
-from draftline.data.pipeline import PrepareOptions
+from draftline.data.prepare import PrepareOptions
 from draftline.targets.model import load_target
 from draftline.targets.regenerate import GenerationSettings
 from tests.data.test_prepare import row, write

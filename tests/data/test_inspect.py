@@ -6,8 +6,7 @@ import pytest
 
 from draftline.cli import run
 from draftline.data.inspect import ConversationView, as_text, inspect_dataset
-from draftline.data.pipeline import PrepareOptions
-from draftline.data.prepare import prepare
+from draftline.data.prepare import PrepareOptions, prepare
 from draftline.errors import DataError
 from tests.data.chat_tokenizers import CHATML, make_tokenizer, sentencepiece_tokenizer
 

@@ -1,4 +1,6 @@
+import gzip
 import json
+import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -9,11 +11,10 @@ import pytest
 
 from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
-from draftline.data.pipeline import PrepareOptions
-from draftline.data.prepare import prepare
+from draftline.data.prepare import PrepareOptions, given_samples, prepare
 from draftline.data.render import MaskOptions
-from draftline.errors import DataError, Interrupted, TemplateError
-from tests.data.chat_tokenizers import CHATML, THINKING, make_tokenizer
+from draftline.errors import DataError, Interrupted, StorageError, TemplateError
+from tests.data.chat_tokenizers import CHATML, GEMMA, THINKING, make_tokenizer
 
 
 def row(question: str, answer: str = "yo", **message: object) -> dict[str, object]:
@@ -191,8 +192,8 @@ def test_same_call_is_a_hit_and_any_change_a_miss(tmp_path: Path) -> None:
 
 
 def test_interrupted_run_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftline.data.pipeline._CHUNK_ROWS", 16)
-    monkeypatch.setattr("draftline.data.pipeline._SECONDS_BETWEEN_CHECKPOINTS", 0.0)
+    monkeypatch.setattr("draftline.data.prepare._CHUNK_ROWS", 16)
+    monkeypatch.setattr("draftline.data.prepare._SECONDS_BETWEEN_CHECKPOINTS", 0.0)
     rows = [row(f"question {n % 70}", f"answer {n % 90}") for n in range(100)]
     data = write(tmp_path / "data.jsonl", rows)
     tokenizer, options = make_tokenizer(CHATML), PrepareOptions(heldout=7)
@@ -308,3 +309,39 @@ def test_rows_that_need_no_template_need_no_template(tmp_path: Path) -> None:
     chats = write(tmp_path / "chats.jsonl", [{"prompt": "hi", "completion": "yo"}])
     with pytest.raises(DataError, match="instruction-tuned version"):
         prepare(tokenizer, [chats], tmp_path / "chats", PrepareOptions())
+
+
+def test_given_answers_are_those_of_the_data(tmp_path: Path) -> None:
+    chats = [
+        {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(5)
+    ]
+    rows = [{"prompt": "no answer"}, *chats]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
+    tokenizer = make_tokenizer(CHATML)
+    samples = given_samples(tokenizer, [str(tmp_path / "data.jsonl")], PrepareOptions(), 3)
+    assert ["q0" in tokenizer.decode(samples[0].input_ids), len(samples)] == [True, 3]
+    assert tokenizer.decode(samples[2].input_ids[samples[2].loss_mask]) == "a<|im_end|>"
+
+
+def test_full_disk_says_that_the_work_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = make_tokenizer(GEMMA)
+    data = write(tmp_path / "data.jsonl", [{"prompt": "hi", "completion": "yo"}])
+
+    def refuse(_: int) -> None:
+        raise OSError(28, os.strerror(28))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(StorageError, match=r"No space left.*is kept in .*partial, and the same command goes on"):
+            prepare(tokenizer, [data], tmp_path / "out", PrepareOptions())
+    assert prepare(tokenizer, [data], tmp_path / "out", PrepareOptions())["rows_out"] == 1
+
+
+def test_a_damaged_archive_is_an_error_unless_allowed(tmp_path: Path) -> None:
+    rows = "".join(json.dumps({"prompt": f"{n * n} {n % 7}", "completion": "yo"}) + "\n" for n in range(3000))
+    (tmp_path / "cut.gz").write_bytes(gzip.compress(rows.encode())[:-2000])
+    data, tokenizer = [str(tmp_path / "cut.gz")], make_tokenizer(GEMMA)
+    with pytest.raises(DataError, match=r"cut.gz is damaged from line \d+ on.*--max-unreadable 1"):
+        prepare(tokenizer, data, tmp_path / "out", PrepareOptions(max_unreadable=0.5))
+    report = prepare(tokenizer, data, tmp_path / "out", PrepareOptions(max_unreadable=1))
+    assert report["dropped"]["damaged_file"]["first_line"] == report["rows_in"]

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from draftline.config import DrafterConfig, TargetConfig
-from draftline.data.chat_mode import ChatMode
+from draftline.data.accounting import ChatMode
 from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
 from draftline.draft.model import DFlashDraftModel

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from draftline.data.chat_mode import NO_SYSTEM_PROMPT, ChatMode, system_label
+from draftline.data.accounting import Accounting, ChatMode
 from draftline.data.conversations import Conversation, Message
-from draftline.data.report import Accounting
 from draftline.evaluate.mode import mode_of, mode_warnings
 
 SYSTEM = "You are a pirate."
@@ -69,15 +68,3 @@ def test_options_that_render_alike_are_no_difference() -> None:
     evaluated = served([chat("yes", None, {"enable_thinking": True})])
     assert mode_warnings(prepared([PLAIN]), evaluated, lambda *_: True) == []
     assert mode_warnings(prepared([PLAIN], {"enable_thinking": True}), evaluated, differ) == []
-
-
-def test_system_prompts_are_recorded_as_hashes_only() -> None:
-    label = system_label(chat("yes", SYSTEM))
-    assert "pirate" not in label
-    assert label == system_label(chat("no", "You are a  pirate.")) != system_label(chat("yes", "You are a parrot."))
-    assert system_label(PLAIN) == NO_SYSTEM_PROMPT
-
-
-def test_data_that_was_not_counted_has_no_mode() -> None:
-    assert ChatMode.of_prepared({"template_options": {}}, Accounting().as_state()) is None
-    assert ChatMode.of_prepared({"template_options": {}}, {"thinking": {"with_reasoning": 3}}) is None

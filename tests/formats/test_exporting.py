@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from draftline import cli
 from draftline.config import DataConfig, RunConfig, TargetConfig
-from draftline.data.chat_mode import ChatMode
+from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import CheckpointError, ExportError, StorageError, TargetError
 from draftline.formats.card import trained_mode

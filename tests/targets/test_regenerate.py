@@ -7,20 +7,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from draftline.data.answers import AnswerStore
 from draftline.data.conversations import Conversation, Message
-from draftline.data.pipeline import PrepareOptions
+from draftline.data.dataset import PreparedDataset
+from draftline.data.prepare import PrepareOptions, prepare
 from draftline.data.template import render_prompt
+from draftline.errors import DataError
 from draftline.records import Sample
 from draftline.targets.model import weights_fingerprint
-from draftline.targets.regenerate import (
-    Agreement,
-    GenerationSettings,
-    TargetAnswers,
-    generate_batch,
-    given_samples,
-    measure_agreement,
-)
-from tests.data.chat_tokenizers import CHATML, make_tokenizer
+from draftline.targets.regenerate import Agreement, GenerationSettings, TargetAnswers, generate_batch, measure_agreement
+from tests.data.chat_tokenizers import CHATML, GEMMA, make_tokenizer
+from tests.data.test_prepare import reasons, write
 
+CONTEXT = 40
 SETTINGS = GenerationSettings(max_new_tokens=12, batch_size=3)
 
 
@@ -143,13 +140,63 @@ def test_agreement_tells_own_answers_from_others(model: LlamaForCausalLM) -> Non
     assert "--regenerate" in results[1].advice
 
 
-def test_given_answers_are_those_of_the_data(tmp_path: Path) -> None:
-    chats = [
-        {"messages": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": "a"}]} for n in range(5)
+@pytest.fixture(scope="module")
+def small_model() -> LlamaForCausalLM:
+    """A target that reads few tokens at once."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=len(make_tokenizer(GEMMA)), hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, bos_token_id=1, eos_token_id=None, pad_token_id=None,
+        max_position_embeddings=CONTEXT, initializer_range=0.4,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_refused_and_too_long_prompts_are_counted_drops(small_model: LlamaForCausalLM, tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be kind."}
+    rows = [
+        {"turns": ["one"]},
+        {"messages": [system, {"role": "user", "content": "two"}]},
+        {"turns": ["word " * CONTEXT]},
+        {"turns": ["three"]},
     ]
-    rows = [{"prompt": "no answer"}, *chats]
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "broken\n")
-    tokenizer = make_tokenizer(CHATML)
-    samples = given_samples(tokenizer, [str(tmp_path / "data.jsonl")], PrepareOptions(), 3)
-    assert ["q0" in tokenizer.decode(samples[0].input_ids), len(samples)] == [True, 3]
-    assert tokenizer.decode(samples[2].input_ids[samples[2].loss_mask]) == "a<|im_end|>"
+    data, tokenizer = write(tmp_path / "data.jsonl", rows), make_tokenizer(GEMMA)
+    with AnswerStore(tmp_path / "out" / "answers.jsonl") as store:
+        answerer = TargetAnswers(small_model, tokenizer, store, GenerationSettings(max_new_tokens=3 * CONTEXT))
+        report = prepare(tokenizer, [data], tmp_path / "out", PrepareOptions(), answerer)
+    assert report["rows_out"] == 2
+    assert reasons(report["dropped"]) == {
+        "template_refused: System role not supported": (1, 2),
+        "prompt_fills_context": (1, 3),
+    }
+    assert len(PreparedDataset.open(tmp_path / "out")) == 2
+
+
+def test_prompt_and_answer_together_fit_the_context(small_model: LlamaForCausalLM) -> None:
+    asked = [[5] * 10, [6] * 35, [7] * 39]
+    answers = dict(generate_batch(small_model, asked, frozenset(), 20))
+    assert [len(answers[row]) for row in range(3)] == [20, 5, 1]
+
+
+def test_nothing_is_written_before_the_first_answer(small_model: LlamaForCausalLM, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(GEMMA)
+    for out, data, message in (
+        (tmp_path / "out", str(tmp_path / "missing.jsonl"), "does not exist"),
+        (tmp_path / "file", write(tmp_path / "data.jsonl", [{"turns": ["one"]}]), "is a file"),
+        (tmp_path / "full", str(tmp_path / "data.jsonl"), "holds no prepared data"),
+    ):
+        if out.name == "file":
+            out.write_text("mine")
+        if out.name == "full":
+            out.mkdir()
+            (out / "thesis.txt").write_text("mine")
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(DataError, match=message), AnswerStore(out / "answers.jsonl") as store:
+            prepare(
+                tokenizer,
+                [data],
+                out,
+                PrepareOptions(),
+                TargetAnswers(small_model, tokenizer, store, GenerationSettings()),
+            )
+        assert sorted(tmp_path.rglob("*")) == before

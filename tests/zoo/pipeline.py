@@ -24,9 +24,9 @@ from transformers import (
 from draftline.audit.folders import MemoryConversations, subject_of_run, subject_to_come
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
-from draftline.data.cache import tokenizer_hash
 from draftline.data.conversations import hash_json
 from draftline.data.split import RunData
+from draftline.data.template import tokenizer_hash
 from draftline.records import Sample
 from draftline.run import assemble
 from draftline.targets.model import Target, build_target

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from draftline.data.tasks import find_task, read_task
+from draftline.data.prompts import find_task, read_prompts, read_task
 from draftline.errors import ConfigError, DataError
 
 STEPS = "\nPlease reason step by step, and put your final answer within \\boxed{}."
@@ -171,3 +171,38 @@ def test_without_a_hub_the_fix_is_a_local_copy(monkeypatch: pytest.MonkeyPatch) 
         read_task("gsm8k")
     assert asked == [(("openai/gsm8k", "main"), "test")]
     assert "\n" not in str(refused.value)
+
+
+def test_prompts_come_in_order_with_their_places(tmp_path: Path) -> None:
+    one = write(tmp_path / "one.jsonl", [{"turns": ["a", "b"]}, {"prompt": "c"}])
+    two = write(tmp_path / "two.jsonl", [{"messages": [{"role": "user", "content": "d"}]}, {"turns": ["e"]}])
+    prompts = read_prompts([str(one), str(two)])
+    assert [prompt.place for prompt in prompts] == [f"{path} line {n}" for path in (one, two) for n in (1, 2)]
+    assert [[message.content for message in prompt.conversation.messages] for prompt in prompts] == [
+        ["a", "b"], ["c"], ["d"], ["e"],
+    ]  # fmt: skip
+    assert [prompt.place for prompt in read_prompts([str(one), str(two)], limit=1)] == [
+        f"{one} line 1",
+        f"{two} line 1",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{broken", "line 2 cannot be read"),
+        ('{"text": "formatted"}', "line 2 is not a prompt"),
+        ('{"turns": ["a", " "]}', "1 of 2 prompts have no text in a user turn, the first is .* line 2"),
+        ('{"messages": [{"role": "system", "content": "a"}]}', "1 of 2 prompts have no text in a user turn"),
+    ],
+)
+def test_every_line_of_a_file_of_prompts_counts(tmp_path: Path, line: str, words: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["fine"]}\n' + line + "\n")
+    with pytest.raises(DataError, match=words):
+        read_prompts([str(tmp_path / "prompts.jsonl")])
+
+
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(DataError, match="has no prompt"):
+        read_prompts([str(tmp_path / "empty.jsonl")])

@@ -1,20 +1,39 @@
-"""The accounting of `prepare`: every row that came in is either out or dropped for a counted reason."""
+"""The accounting of `prepare`, and how the conversations that it kept were put to the target.
+
+Every row that came in is either out or dropped for a counted reason.
+
+A drafter has seen the target in the modes of its training data only: thinking or not, which system prompt, which
+options of the chat template. Served in another (thinking switched on, a system prompt that it never saw) its acceptance
+may halve without any error, so the modes of the data are counted when it is prepared, go with the run into the
+drafter's card, and are compared with those of an evaluation. System prompts are kept as hashes: cards are published,
+and a system prompt may be nobody else's business.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-from draftline.data.chat_mode import count_label, options_label, system_label, thinking_label
-from draftline.data.conversations import Conversation
+from draftline.data.conversations import Conversation, Message, hash_json
 from draftline.errors import DataError
+
+META_FILE, REPORT_FILE = "meta.json", "report.json"
+"""Files of a prepared folder: what its samples were made with, and this accounting."""
+
+THINKING, NOT_THINKING = "with_reasoning", "without_reasoning"
+NO_SYSTEM_PROMPT = "none"
+OTHERS = "others"
+"""Label for all further ones when a data set has too many to be listed."""
+MOST_LABELS = 50
 
 # Reasons that mean that a row could not even be read.
 UNREADABLE = frozenset({"not_json", "not_utf8", "not_an_object", "damaged_file", "nul_character", "lone_surrogate"})
 
-_MENDS = {
+_FIXES = {
     "no_assistant": "add --regenerate",
     "all_supervision_truncated": "raise --max-length, or cut the other side with --truncation left",
     "too_few_supervised_tokens": "lower --min-supervised",
@@ -49,21 +68,18 @@ _SCRIPT_SAMPLE = 400
 """Characters of an answer that are looked at to tell its script."""
 
 
-@dataclass
-class Tally:
+class Tally(dict[str, dict[str, Any]]):
     """Reasons with their count and the place where each first occurred."""
-
-    reasons: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def add(self, reason: str, line: int, source: str) -> None:
         """Count one row under a reason."""
-        entry = self.reasons.setdefault(reason, {"count": 0, "first_line": line, "first_file": source})
+        entry = self.setdefault(reason, {"count": 0, "first_line": line, "first_file": source})
         entry["count"] += 1
 
     @property
     def total(self) -> int:
         """All rows counted, under any reason."""
-        return sum(entry["count"] for entry in self.reasons.values())
+        return sum(entry["count"] for entry in self.values())
 
 
 @dataclass
@@ -104,42 +120,18 @@ class Accounting:
 
     def unreadable(self) -> int:
         """Rows that could not be read."""
-        return sum(entry["count"] for reason, entry in self.dropped.reasons.items() if reason in UNREADABLE)
+        return sum(entry["count"] for reason, entry in self.dropped.items() if reason in UNREADABLE)
 
     def as_state(self) -> dict[str, Any]:
         """Everything, to be restored by `from_state`."""
-        return {
-            "rows_in": self.rows_in,
-            "rows_out": self.rows_out,
-            "dropped": self.dropped.reasons,
-            "flagged": self.flagged.reasons,
-            "tokens": self.tokens,
-            "supervised_tokens": self.supervised_tokens,
-            "thinking": dict(self.thinking),
-            "system_prompts": dict(self.system_prompts),
-            "template_options": dict(self.template_options),
-            "scripts": dict(self.scripts),
-            "lengths": dict(self.lengths),
-            "turns": dict(self.turns),
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in values.items()}
 
     @staticmethod
-    def from_state(state: dict[str, Any]) -> Accounting:
+    def from_state(state: Mapping[str, Any]) -> Accounting:
         """The counts of an interrupted run."""
-        return Accounting(
-            rows_in=state["rows_in"],
-            rows_out=state["rows_out"],
-            dropped=Tally(state["dropped"]),
-            flagged=Tally(state["flagged"]),
-            tokens=state["tokens"],
-            supervised_tokens=state["supervised_tokens"],
-            thinking=Counter(state["thinking"]),
-            system_prompts=Counter(state["system_prompts"]),
-            template_options=Counter(state["template_options"]),
-            scripts=Counter(state["scripts"]),
-            lengths=Counter(state["lengths"]),
-            turns=Counter(state["turns"]),
-        )
+        empty = Accounting()
+        return Accounting(**{each.name: type(getattr(empty, each.name))(state[each.name]) for each in fields(empty)})
 
 
 def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: float) -> None:
@@ -149,16 +141,15 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
     """
     counts = ", ".join(
         f"{reason} {entry['count']}, first in {entry['first_file']} line {entry['first_line']}"
-        for reason, entry in accounting.dropped.reasons.items()
+        for reason, entry in accounting.dropped.items()
     )
     if accounting.rows_in == 0:
         raise DataError("the data holds no row: give a file with at least one conversation")
     if accounting.rows_out == 0:
-        reasons = accounting.dropped.reasons
-        most = max(reasons, key=lambda reason: reasons[reason]["count"])
-        fix = _MENDS.get(most.partition(":")[0], "fix these lines")
+        most = max(accounting.dropped, key=lambda reason: accounting.dropped[reason]["count"])
+        fix = _FIXES.get(most.partition(":")[0], "fix these lines")
         raise DataError(f"none of {accounting.rows_in} rows can be used ({counts}): {fix}")
-    damaged = accounting.dropped.reasons.get("damaged_file")
+    damaged = accounting.dropped.get("damaged_file")
     if damaged is not None and max_unreadable < 1:
         raise DataError(
             f"{damaged['first_file']} is damaged from line {damaged['first_line']} on, and how many rows that loses "
@@ -189,3 +180,63 @@ def script_of(text: str) -> str:
     counts = {script: len(pattern.findall(text)) for script, pattern in _SCRIPTS.items()}
     best = max(counts, key=lambda script: counts[script])
     return best if counts[best] else "none"
+
+
+@dataclass(frozen=True)
+class ChatMode:
+    """Numbers of conversations, by label of each of three properties.
+
+    Attributes:
+        thinking: `with_reasoning` or `without_reasoning`.
+        system_prompts: `none`, or the hash of the text.
+        template_options: keyword arguments of the chat template as JSON, `{}` without any.
+    """
+
+    thinking: dict[str, int]
+    system_prompts: dict[str, int]
+    template_options: dict[str, int]
+
+    @staticmethod
+    def of_prepared(meta: Mapping[str, Any], report: Mapping[str, Any]) -> ChatMode | None:
+        """The mode of a prepared data set; None where it was not counted, as for rows of token ids."""
+        counts = [report.get(name) for name in ("thinking", "system_prompts", "template_options")]
+        if not all(counts):
+            return None
+        thinking, system_prompts, own_options = ({str(k): int(v) for k, v in c.items()} for c in counts if c)
+        options: Counter[str] = Counter()
+        for label, count in own_options.items():
+            own = {} if label == OTHERS else json.loads(label)
+            options[OTHERS if label == OTHERS else options_label({**meta["template_options"], **own})] += count
+        return ChatMode(thinking, system_prompts, dict(options))
+
+    @staticmethod
+    def from_json(tree: Mapping[str, Any]) -> ChatMode:
+        """What `dataclasses.asdict` gave."""
+        return ChatMode(dict(tree["thinking"]), dict(tree["system_prompts"]), dict(tree["template_options"]))
+
+
+def thinks(message: Message) -> bool:
+    """Whether an answer holds reasoning, also one that was cut inside of it."""
+    return bool(message.reasoning_content) or "</think>" in message.content or message.content.startswith("<think>")
+
+
+def thinking_label(conversation: Conversation) -> str:
+    """Whether any answer of a conversation holds reasoning."""
+    answers = (message for message in conversation.messages if message.role == "assistant")
+    return THINKING if any(thinks(message) for message in answers) else NOT_THINKING
+
+
+def system_label(conversation: Conversation) -> str:
+    """Which system prompt a conversation has; `developer` is another name of the role."""
+    texts = [message.content for message in conversation.messages if message.role in ("system", "developer")]
+    return f"sha256:{hash_json([' '.join(text.split()) for text in texts])[:12]}" if texts else NO_SYSTEM_PROMPT
+
+
+def options_label(options: Mapping[str, Any]) -> str:
+    """Keyword arguments of the chat template as JSON with sorted keys."""
+    return json.dumps(dict(options), sort_keys=True, ensure_ascii=False)
+
+
+def count_label(counts: Counter[str], label: str) -> None:
+    """Count a label; from `MOST_LABELS` different ones on, new ones are counted as others."""
+    counts[label if label in counts or len(counts) < MOST_LABELS else OTHERS] += 1

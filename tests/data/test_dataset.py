@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftline.data.dataset import FORMAT, PreparedDataset
-from draftline.data.pipeline import PrepareOptions
-from draftline.data.prepare import prepare
+from draftline.data.prepare import PrepareOptions, prepare
 from draftline.errors import DataError, StorageError
 from tests.data.chat_tokenizers import CHATML, make_tokenizer
 from tests.data.test_prepare import row, write
@@ -71,7 +70,7 @@ def test_failure_at_any_file_operation_and_again(
     raised: type[BaseException],
 ) -> None:
     # Whoever edits the sources while this runs would change the key of the data.
-    monkeypatch.setattr("draftline.data.cache._code_hash", lambda: "code")
+    monkeypatch.setattr("draftline.data.prepare._code_hash", lambda: "code")
     data, tokenizer = write(tmp_path / "data.jsonl", ROWS), make_tokenizer(CHATML)
 
     def attempt(name: str) -> dict[str, object]:
@@ -103,7 +102,7 @@ def test_a_state_of_files_that_are_gone_is_not_believed(tmp_path: Path, monkeypa
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("draftline.data.writer.DatasetWriter.complete", stop)
+    monkeypatch.setattr("draftline.data.dataset.DatasetWriter.complete", stop)
     with pytest.raises(KeyboardInterrupt):
         prepare(tokenizer, [data], tmp_path / "out", OPTIONS)
     monkeypatch.undo()
