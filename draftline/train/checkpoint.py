@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import torch
 from pydantic import ValidationError
@@ -50,6 +50,8 @@ class TrainStateJson(TypedDict):
     best_step: int | None
     best_streak: float | None
     window: MetricsJson
+    logged_step: NotRequired[int]
+    """Missing in checkpoints of version 0.1."""
 
 
 @dataclass
@@ -65,6 +67,7 @@ class TrainState:
         seconds: wall-clock time of the run, earlier sessions included.
         best_step: step of the best checkpoint so far, none before the first evaluation.
         best_streak: its held-out streak.
+        logged_step: step of the last line of `metrics.jsonl`; 0 where no line was written or an earlier version did.
     """
 
     window: StepMetrics
@@ -74,6 +77,7 @@ class TrainState:
     seconds: float = 0.0
     best_step: int | None = None
     best_streak: float | None = None
+    logged_step: int = 0
 
     def count(self, metrics: StepMetrics, next_row: int) -> None:
         """Account for one optimiser step."""
@@ -83,8 +87,8 @@ class TrainState:
         self.window = self.window + metrics
 
     def take_window(self) -> StepMetrics:
-        """The metrics since the last call, and an empty window from now on."""
-        window = self.window
+        """The metrics since the last call, and an empty window from now on: a line with them has been written."""
+        window, self.logged_step = self.window, self.step
         self.window = StepMetrics.zero(len(window.slots_P))
         return window
 
@@ -104,6 +108,7 @@ class TrainState:
             "best_step": self.best_step,
             "best_streak": self.best_streak,
             "window": _metrics_to_json(self.window),
+            "logged_step": self.logged_step,
         }
 
     @staticmethod
@@ -116,6 +121,7 @@ class TrainState:
             seconds=tree["seconds"],
             best_step=tree["best_step"],
             best_streak=tree["best_streak"],
+            logged_step=tree.get("logged_step", 0),
         )
 
 
@@ -243,8 +249,12 @@ def load_draft_model(folder: Path) -> DFlashDraftModel:
 def checkpoint_folder(folder: Path) -> Path | None:
     """The checkpoint that a run of ours offers: its best, else its last; the folder itself if it is one; else None."""
     run = RunFolder(folder)
-    places = (folder, run.checkpoint("best"), run.checkpoint("last"))
-    return next((place for place in places if place is not None and (place / STATE_FILE).is_file()), None)
+    for place in (folder, run.checkpoint("best"), run.checkpoint("last")):
+        if place is not None and (
+            (place / STATE_FILE).is_file() or place.resolve().parent == run.checkpoints.resolve()
+        ):
+            return place  # one of ours without its state is damaged; reading it says so
+    return None
 
 
 def run_of(folder: Path) -> RunFolder | None:

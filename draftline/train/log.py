@@ -80,7 +80,7 @@ class RunLog:
         self._learning_rate = learning_rate
         self._loss = loss
         self._display = display
-        self._metrics, self._speed = run.continue_lines(state.step)
+        self._metrics, self._speed = run.continue_lines(state.step, state.logged_step)
         with storage_errors(run.tensorboard):
             self._scalars = SummaryWriter(run.tensorboard, purge_step=state.step + 1)
         self._meter = SpeedMeter(statistics, state)
@@ -95,13 +95,14 @@ class RunLog:
             "step": state.step,
             "tokens": state.tokens,
             "seconds": round(state.seconds, 3),
-            **metrics_record(state.take_window(), self._loss),
+            **metrics_record(state.window, self._loss),
             "learning_rate": self._learning_rate(state.step - 1),
             "grad_norm": result.grad_norm,
             **{f"heldout_{name}": value for name, value in heldout.items()},
         }
         speed = self._meter.read(state)
         self._metrics.write(record)
+        state.take_window()  # not before: were the disk full, the next line would average over these steps as well
         self._speed.write({"step": state.step, "seconds": record["seconds"], **speed})
         self._write_scalars(record, speed)
         self._display.show(_sentence(record, speed))
@@ -259,16 +260,17 @@ class JsonLines:
     Arguments:
         path: the file; lines of steps after `last_step`, and torn lines, are cut off.
         last_step: step from which the run continues, 0 at its start.
+        logged_step: step of the last line that the run has written up to then, 0 if that is not known.
 
     Raises:
-        CheckpointError: a line is torn before others that belong to steps up to `last_step`.
+        CheckpointError: lines of steps up to `last_step` are torn or missing, and the file is there.
         StorageError: the file cannot be written.
     """
 
-    def __init__(self, path: Path, last_step: int) -> None:
+    def __init__(self, path: Path, last_step: int, logged_step: int = 0) -> None:
         self._path = path
         if path.exists():
-            write_bytes(path, b"".join(_lines_to_keep(path, last_step)))
+            write_bytes(path, b"".join(_lines_to_keep(path, last_step, logged_step)))
         with storage_errors(path):
             self._file = path.open("a", encoding="utf-8")
 
@@ -430,9 +432,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
     return record if whole and type(record.get("step")) is int and abs(record["step"]) < 2**53 else None
 
 
-def _lines_to_keep(path: Path, last_step: int) -> Iterator[bytes]:
+def _lines_to_keep(path: Path, last_step: int, logged_step: int) -> Iterator[bytes]:
     """Lines of steps up to `last_step`. What a crash tears comes after them; a tear before them is damage."""
-    torn = 0
+    torn = reached = 0
     for number, line in enumerate(_lines(path), 1):
         record = _record(line)
         if record is None:
@@ -443,7 +445,13 @@ def _lines_to_keep(path: Path, last_step: int) -> Iterator[bytes]:
                     f"{path} line {torn} is torn, and lines behind it belong to the run: restore the file from a copy, "
                     "or delete that line to continue without it"
                 )
+            reached = record["step"]
             yield line
+    if reached < logged_step:
+        raise CheckpointError(
+            f"{path} is whole up to step {reached}, and the run has written lines up to step {logged_step}: restore it "
+            "from a copy, or delete it to continue without its lines"
+        )
 
 
 def _is_list(value: Any) -> bool:

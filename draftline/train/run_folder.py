@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import cached_property
@@ -111,7 +112,7 @@ class RunFolder:
     @property
     def exists(self) -> bool:
         """Whether a run has begun here: its settings are written before everything else."""
-        return (self.path / CONFIG_FILE).is_file()
+        return (self.path / CONFIG_FILE).exists()
 
     @cached_property
     def settings(self) -> Mapping[str, Any]:
@@ -423,9 +424,14 @@ class RunFolder:
         """Keep what the audit said, as its `to_json` gives it."""
         _write_json(self.audit_path, report)
 
-    def continue_lines(self, last_step: int) -> tuple[JsonLines, JsonLines]:
+    def continue_lines(self, last_step: int, logged_step: int) -> tuple[JsonLines, JsonLines]:
         """Open metrics.jsonl and speed.jsonl for lines of steps after `last_step`; see `JsonLines`."""
-        return JsonLines(self.path / METRICS_FILE, last_step), JsonLines(self.path / SPEED_FILE, last_step)
+        with ExitStack() as undo:
+            metrics = JsonLines(self.metrics_path, last_step, logged_step)
+            undo.callback(metrics.close)
+            speed = JsonLines(self.path / SPEED_FILE, last_step)
+            undo.pop_all()
+        return metrics, speed
 
 
 def _damage(name: str, columns: Columns) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import draftline
+from draftline import cli
 from draftline.errors import CheckpointError
 from draftline.train import run_folder
 from draftline.train.run_folder import RunFolder
@@ -69,6 +70,33 @@ def test_settings_that_cannot_be_read_are_named(tmp_path: Path, name: str, conte
     with pytest.raises(CheckpointError, match=name) as error:
         RunFolder.open(folder)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("words", [["report"], ["compare", "--metric", "loss"]])
+@pytest.mark.parametrize("name", ["config.yaml", "run.json", "audit.json", "metrics.jsonl", "speed.jsonl"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"\xff\xfe", b"[" * 100_000, None])
+def test_a_command_names_the_damaged_file_or_says_what_is_left_out(
+    tmp_path: Path, words: list[str], name: str, content: bytes | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None: a folder where a file should be."""
+    whole, folder = write_run(tmp_path / "whole", lines=20), write_run(tmp_path / "run", lines=20)
+    RunFolder(folder).write_audit({"findings": [], "checks": []})
+    (folder / name).unlink()
+    if content is None:
+        (folder / name).mkdir()
+    else:
+        (folder / name).write_bytes(content)
+    status = cli.run([*words[:1], str(folder), *([str(whole)] if words[0] == "compare" else []), *words[1:]])
+    out, err = capsys.readouterr()
+    unread = ["config.yaml", "audit.json", "speed.jsonl"] if words[0] == "compare" else []
+    if name in unread:
+        assert status == 0
+    elif name.endswith(".jsonl") and content is not None and words[0] == "report":
+        assert status == 0
+        assert name in (folder / "report.html").read_text(encoding="utf-8")
+    else:
+        assert (status, out, err.count("\n")) == (2, "", 1)
+        assert str(folder / name) in err
 
 
 PACKAGE = Path(draftline.__file__).parent
