@@ -1,14 +1,15 @@
-"""What is said on stderr while work goes on: lines, and bars for what is counted (none where it is not a terminal)."""
+"""What a terminal shows: lines and bars on stderr while work goes on (bars only in a terminal), tables at its end."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
+    from rich.table import Table
 
 
 @contextmanager
@@ -46,6 +47,19 @@ def _bar(*counts: ProgressColumn) -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), *counts, TimeRemainingColumn())
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table that a narrow terminal shows whole: names to the left, figures to the right."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(title=escape(title), title_justify="left")
+    for place, name in enumerate(head):
+        shown.add_column(escape(name), justify="right" if place else "left", overflow="fold")
+    for row in rows:
+        shown.add_row(*map(escape, row))
+    return shown
 
 
 def say(text: str) -> None:

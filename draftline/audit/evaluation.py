@@ -25,8 +25,8 @@ from draftline.draft.attention import BlockLayout
 from draftline.errors import TargetError
 from draftline.evaluate import acceptance
 from draftline.evaluate.acceptance import Acceptance
-from draftline.evaluate.breakdown import CountedAnswer, by_prompt
 from draftline.evaluate.generate import Generation
+from draftline.evaluate.result import CountedAnswer
 
 _PROMPT = 9
 """Tokens of the probe prompt."""
@@ -291,7 +291,7 @@ def own_answer(probe: Probe) -> Answer:
 def _acceptance_length(generations: Sequence[Generation]) -> float:
     """As an evaluation reports it."""
     counted = [CountedAnswer(i, "", len(g.output_ids), g.accepted_per_forward) for i, g in enumerate(generations)]
-    return Acceptance.total(by_prompt(counted)).length
+    return Acceptance.total(Acceptance.by_prompt((one.prompt, one.acceptance) for one in counted)).length
 
 
 def _teacher_forced(probe: Probe, drafter: nn.Module, answers: Sequence[tuple[list[int], list[int]]]) -> float:

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from draftline.data.server import Endpoint
     from draftline.draft.model import DFlashDraftModel
     from draftline.evaluate.result import EvaluationResult
-    from draftline.evaluate.server import ServerMeasurement
-    from draftline.evaluate.server_result import ServerResult
+    from draftline.evaluate.server import ServerMeasurement, ServerResult
     from draftline.evaluate.settings import EvaluationSettings
     from draftline.targets.model import Target
 
@@ -82,11 +81,10 @@ def evaluate(
     from rich.console import Console
 
     from draftline.data.server import Endpoint
-    from draftline.evaluate.sampling import Sampling
-    from draftline.evaluate.server import ServerMeasurement
-    from draftline.evaluate.server_result import server_table
+    from draftline.evaluate.generate import Sampling
+    from draftline.evaluate.result import result_table
+    from draftline.evaluate.server import ServerMeasurement, server_table
     from draftline.evaluate.settings import EvaluationSettings, parse_template_options
-    from draftline.evaluate.table import result_table
     from draftline.formats.card import trained_mode
 
     if (draft is None) == (base_url is None):
@@ -238,7 +236,7 @@ def generate(
 ) -> None:
     """Answer one prompt with the drafter; the answer on stdout, counts on stderr."""
     from draftline.evaluate.answer import answer_prompt
-    from draftline.evaluate.sampling import Sampling
+    from draftline.evaluate.generate import Sampling
 
     live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
     text = sys.stdin.read() if prompt == "-" else prompt

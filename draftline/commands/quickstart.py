@@ -37,7 +37,7 @@ def quickstart(
     """
     from rich.console import Console
 
-    from draftline.evaluate.table import result_table
+    from draftline.evaluate.result import result_table
 
     trained, result = run_quickstart(out)
     Console().print(result_table(result, str(out / "drafter")))

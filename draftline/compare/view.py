@@ -10,8 +10,6 @@ from string import hexdigits
 
 import numpy as np
 from rich.console import Group, RenderableType
-from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from draftline.compare.comparison import Comparison, Pair, SamePlace, Sooner
@@ -22,6 +20,7 @@ from draftline.page.axis import number
 from draftline.page.chart import Chart, hue
 from draftline.page.chart import Curve as Line
 from draftline.page.frame import render
+from draftline.progress import table
 from draftline.train.log import FloatArray
 
 SECTIONS = [
@@ -45,10 +44,10 @@ def as_text(comparison: Comparison) -> RenderableType:
         style = {"better": "bold green", "worse": "bold red"}.get(str(pair.verdict), "bold")
         parts.append(Text(f"{pair.candidate} against {pair.baseline}: {pair.words}", style))
         parts.append(Text(pair.reason))
-        parts += [_table(title, head, rows) for title, head, rows in pair_tables(pair, AXES[:1]) if rows]
+        parts += [table(title, head, rows) for title, head, rows in pair_tables(pair, AXES[:1]) if rows]
         parts += _other_axes(pair)
     if comparison.differences:
-        parts.append(_table("What differs", ["area", "what", *comparison.groups], _difference_rows(comparison)))
+        parts.append(table("What differs", ["area", "what", *comparison.groups], _difference_rows(comparison)))
     return Group(*parts, *(Text(f"Note: {note}.") for note in comparison.notes))
 
 
@@ -170,15 +169,6 @@ def _range(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
         return ""
     return f"95 %: {estimate.low:.3f} to {estimate.high:.3f}"
-
-
-def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(title=escape(title), title_justify="left")
-    for place, name in enumerate(head):
-        table.add_column(escape(name), justify="left" if place == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*map(escape, row))
-    return table
 
 
 def _difference_rows(comparison: Comparison) -> list[list[str]]:

@@ -11,10 +11,12 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import httpx
+import numpy as np
+from rich.table import Table
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.answers import answer_slots, parse_answer
@@ -22,8 +24,18 @@ from draftline.data.conversations import Conversation, Message
 from draftline.data.server import Endpoint, describe_failure
 from draftline.data.template import render_prompt
 from draftline.errors import ServerError
+from draftline.evaluate.acceptance import (
+    Acceptance,
+    Interval,
+    acceptance_interval,
+    acceptance_rate_by_position,
+    accepted_histogram,
+    describe_figure,
+    describe_interval,
+)
 from draftline.evaluate.engines import ENGINES, DraftCounts, Engine, Reply
-from draftline.evaluate.server_result import Level, ServerResult, ServerTurn
+from draftline.progress import table
+from draftline.storage import without_nan
 
 _WARM_UP_TOKENS = 16
 """Output of the request that is not measured: what a server does only once belongs to no level."""
@@ -50,6 +62,123 @@ class ServerMeasurement:
     concurrency: tuple[int, ...] = (1,)
 
 
+@dataclass(frozen=True)
+class ServerTurn:
+    """One answered turn.
+
+    Attributes:
+        prompt: index of its prompt.
+        output_ids: as the server sent them; llama.cpp leaves out tokens that end inside a character.
+        tokens: of the output, as the server counts them.
+        target_forwards: after the prompt's own; None where the server counts only over all requests at once.
+        first_token_s: from the request to the first token.
+        seconds: from the request to the last token.
+    """
+
+    prompt: int
+    input_ids: list[int]
+    output_ids: list[int]
+    tokens: int
+    target_forwards: int | None
+    first_token_s: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Percentiles over answers, milliseconds; NaN where no answer had what is measured."""
+
+    p50: float
+    p90: float
+    p99: float
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> Latency:
+        """Percentiles of durations."""
+        if not seconds:
+            return Latency(*[float("nan")] * 3)
+        return Latency(*(float(value) * 1000 for value in np.percentile(seconds, [50, 90, 99])))
+
+    def __str__(self) -> str:
+        return f"{self.p50:.0f} / {self.p90:.0f} / {self.p99:.0f}"
+
+
+@dataclass(frozen=True)
+class Level:
+    """What was measured with so many requests under way at once.
+
+    Attributes:
+        acceptance_length: by the definition of `evaluate.acceptance`, from the server's counters.
+        acceptance_length_interval: 95 %, clustered by prompt; None where forwards are not known by prompt.
+        acceptance_rate_by_position: unconditional; empty where the server does not count places.
+        accepted_histogram: drafts of which exactly 0, 1, .. tokens stood.
+        tokens_per_second: output tokens of all answers over the time that they took together.
+        first_token_ms: from the request to the first token, waiting in the server's queue included.
+        per_token_ms: mean time between tokens of an answer after its first.
+    """
+
+    concurrency: int
+    answers: int
+    tokens: int
+    target_forwards: int
+    acceptance_length: float
+    acceptance_length_interval: Interval | None
+    acceptance_rate_by_position: list[float]
+    conditional_acceptance_rate_by_position: list[float]
+    accepted_histogram: list[int]
+    tokens_per_second: float
+    first_token_ms: Latency
+    per_token_ms: Latency
+
+    @staticmethod
+    def of(concurrency: int, turns: Sequence[ServerTurn], counts: DraftCounts, seconds: float) -> Level:
+        """Sum up the answers of one level; `seconds` is the time that they took together."""
+        tokens = sum(turn.tokens for turn in turns)
+        total = counts.acceptance(tokens, len(turns))
+        per_forward, drafted = counts.accepted_per_forward(), len(counts.accepted_per_position)
+        return Level(
+            concurrency=concurrency,
+            answers=len(turns),
+            tokens=tokens,
+            target_forwards=total.forwards,
+            acceptance_length=total.length,
+            acceptance_length_interval=_interval(turns, drafted + 1),
+            acceptance_rate_by_position=acceptance_rate_by_position(per_forward, drafted, conditional=False),
+            conditional_acceptance_rate_by_position=acceptance_rate_by_position(per_forward, drafted, conditional=True),
+            accepted_histogram=accepted_histogram(per_forward, drafted) if drafted else [],
+            tokens_per_second=tokens / seconds,
+            first_token_ms=Latency.of([turn.first_token_s for turn in turns]),
+            per_token_ms=Latency.of(
+                [(turn.seconds - turn.first_token_s) / (turn.tokens - 1) for turn in turns if turn.tokens > 1]
+            ),
+        )
+
+
+@dataclass(frozen=True)
+class ServerResult:
+    """What `draftline evaluate --base-url` reports.
+
+    Attributes:
+        program: vLLM, SGLang or llama.cpp.
+        model: its name on the server.
+        levels: one per concurrency, in the order asked for.
+        per_prompt: the turns of the first level.
+        notes: what to know about the numbers, one sentence each.
+    """
+
+    program: str
+    model: str
+    base_url: str
+    levels: list[Level]
+    per_prompt: list[ServerTurn]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values for JSON; what could not be measured is None, never NaN."""
+        fields: dict[str, Any] = without_nan(asdict(self))
+        return fields
+
+
 def evaluate_server(
     endpoint: Endpoint,
     tokenizer: PreTrainedTokenizerBase,
@@ -68,6 +197,31 @@ def evaluate_server(
         TemplateError: the template takes no such conversation.
     """
     return asyncio.run(_evaluate(endpoint, tokenizer, prompts, wanted, on_turn))
+
+
+def server_table(result: ServerResult) -> Table:
+    """The result for people, a column per concurrency."""
+    levels = result.levels
+    rows = [
+        ("acceptance length (with bonus)", *(f"{level.acceptance_length:.2f}" for level in levels)),
+        ("95 % by prompt", *(describe_interval(level.acceptance_length_interval) for level in levels)),
+        ("acceptance rate by position", *(_listed(level.acceptance_rate_by_position) for level in levels)),
+        (
+            "the same, if all before stood",
+            *(_listed(level.conditional_acceptance_rate_by_position) for level in levels),
+        ),
+        ("drafts with 0, 1, .. accepted", *(" ".join(map(str, level.accepted_histogram)) or "-" for level in levels)),
+        ("answers, tokens", *(f"{level.answers}, {level.tokens}" for level in levels)),
+        ("tokens per second", *(f"{level.tokens_per_second:.1f}" for level in levels)),
+        ("first token, ms (50 / 90 / 99 %)", *(str(level.first_token_ms) for level in levels)),
+        ("each further token, ms", *(str(level.per_token_ms) for level in levels)),
+    ]
+    head = ("measured", *(f"concurrency {level.concurrency}" for level in levels))
+    return table(f"{result.program} at {result.base_url}, {result.model}", head, rows)
+
+
+def _listed(rates: Sequence[float]) -> str:
+    return " ".join(map(describe_figure, rates)) or "-"
 
 
 async def _evaluate(
@@ -327,3 +481,9 @@ def _event(line: str) -> dict[str, Any] | None:
 def _as_message(reply: Reply, *, with_tools: bool) -> Message:
     content, reasoning, calls = parse_answer(reply.text, with_tools=with_tools and reply.stopped)
     return Message(role="assistant", content=content, reasoning_content=reasoning, tool_calls=calls)
+
+
+def _interval(turns: Sequence[ServerTurn], longest: int) -> Interval | None:
+    counted = [(t.prompt, Acceptance(t.tokens - 1, t.target_forwards)) for t in turns if t.target_forwards is not None]
+    clusters = Acceptance.by_prompt(counted)
+    return acceptance_interval(clusters, longest) if len(clusters) > 1 and len(counted) == len(turns) else None

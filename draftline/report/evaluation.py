@@ -10,7 +10,6 @@ from typing import Any
 
 from draftline.config import DFlashConfig, flatten
 from draftline.errors import DataError
-from draftline.evaluate.pieces import token_slots
 from draftline.page.axis import number
 from draftline.page.chart import Bars, hue
 from draftline.report.run_folder import Row
@@ -224,6 +223,18 @@ def _charts(content: Mapping[str, Any]) -> list[Bars]:
         Bars("Acceptance by position", [str(k) for k in range(1, len(rates) + 1)], groups, x_name="drafted token"),
         Bars("Accepted per forward", [str(k) for k in range(len(histogram))], forwards, x_name="accepted tokens"),
     ]
+
+
+def token_slots(output_length: int, accepted_per_forward: Sequence[int]) -> list[int]:
+    """Which drafted token each token of an output was: 1, 2, .. K, or 0 for one that the target chose itself.
+
+    The first token comes from the prompt's own forward. Every later forward gives its accepted tokens and one of the
+    target's; the last forward may be cut short by the end of the output.
+    """
+    slots = [0]
+    for accepted in accepted_per_forward:
+        slots += [*range(1, accepted + 1), 0]
+    return slots[:output_length]
 
 
 def _answer(turn: Mapping[str, Any]) -> Answer:

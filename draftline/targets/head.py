@@ -15,8 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from draftline.config import LossConfig
 from draftline.errors import TargetError
 from draftline.targets.structure import TargetParts
+
+CHUNK_SIZE = LossConfig().chunk_size
+"""Positions whose logits exist at a time where nobody says otherwise."""
 
 PROBE_SHAPE = (2, 6)
 """Rows and tokens of the forward on which head and embedding are checked."""
@@ -74,7 +78,7 @@ class TargetHead(nn.Module):
         """Token of each row of the head: the row itself."""
         return rows
 
-    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = 2048) -> Tensor:
+    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = CHUNK_SIZE) -> Tensor:
         """Row of the best token that there is a row for, where the target says `target_ids`: the ids themselves."""
         del last_hidden, chunk_size
         return target_ids
@@ -89,7 +93,7 @@ class TargetHead(nn.Module):
         return self.logits(self.norm.forward(last_hidden))
 
     @torch.no_grad()
-    def target_ids(self, last_hidden: Tensor, chunk_size: int = 2048) -> Tensor:
+    def target_ids(self, last_hidden: Tensor, chunk_size: int = CHUNK_SIZE) -> Tensor:
         """The target's greedy next token at each position: [..., D] -> [...] int64.
 
         Logits of `chunk_size` positions exist at a time.
@@ -137,7 +141,7 @@ class ReducedHead(TargetHead):
         """The target's own head, with all rows."""
         return self._whole
 
-    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = 2048) -> Tensor:
+    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = CHUNK_SIZE) -> Tensor:
         """What the target would say if it had only these tokens, by row: [..., D] -> [...] int64."""
         del target_ids
         assert last_hidden is not None, "a reduced vocabulary is trained with send = last_hidden"

@@ -14,11 +14,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from draftline.config import PipelineConfig
 from draftline.errors import TargetError
 from draftline.records import CapturedSample, HiddenStates, Sample
 from draftline.targets.capture import HookCapture, check_features
 from draftline.targets.layers import check_target_layer_ids
 from draftline.targets.model import Target
+
+BATCH_TOKENS = PipelineConfig().target_batch_tokens
+"""Most padded tokens in one forward where nobody says otherwise."""
 
 CHECKED_BATCHES = 4
 """First batches whose states are checked in full; a target that gives bad states gives them from the start."""
@@ -43,7 +47,7 @@ class TargetForwardLoop:
         target: Target,
         target_layer_ids: Sequence[int],
         send: Literal["target_ids", "last_hidden"] = "target_ids",
-        batch_tokens: int = 8192,
+        batch_tokens: int = BATCH_TOKENS,
         checked_batches: int = CHECKED_BATCHES,
     ) -> None:
         self.target = target

@@ -13,7 +13,7 @@ from draftline.data.sampler import RowPlan
 from draftline.draft.attention import GroupedAttention
 from draftline.draft.block import FrozenTarget, draw_anchors
 from draftline.draft.model import DFlashDraftModel
-from draftline.evaluate.generate import generate_plain
+from draftline.evaluate.generate import Proposal, generate_plain
 from draftline.records import Sample
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, build_target
@@ -117,3 +117,24 @@ def overfit(target: Target, draft_model: DFlashDraftModel, prompt_ids: list[list
             clip_norm=1.0,
         )
     draft_model.eval()
+
+
+class Clairvoyant:
+    """Knows the answer and drafts what follows, read `shift` tokens too late; tokens from `wrong_from` on are wrong."""
+
+    target_layer_ids = (1,)
+
+    def __init__(self, prompt_length: int, answer: list[int], shift: int = 0, wrong_from: int = 5) -> None:
+        self.answer, self.shift, self.wrong_from = answer, shift, wrong_from
+        self.place = -prompt_length
+
+    def extend(self, hidden_states: torch.Tensor) -> None:
+        """As many states as tokens before the anchor, or the place in the answer is wrong."""
+        self.place += hidden_states.shape[1]
+
+    def propose(self, anchor_id: int) -> Proposal:
+        assert self.answer[self.place] == anchor_id
+        begin = self.place + 1 + self.shift
+        tokens = torch.tensor(self.answer[begin : begin + 5])
+        tokens[self.wrong_from :] ^= 1
+        return Proposal(tokens)

@@ -17,16 +17,14 @@ from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
-from draftline.evaluate import summary
-from draftline.evaluate import turn as turn_module
+from draftline.evaluate import answer as answer_module
+from draftline.evaluate import benchmark as benchmark_module
 from draftline.evaluate.acceptance import Acceptance
 from draftline.evaluate.benchmark import evaluate_prompts
-from draftline.evaluate.generate import Generation
-from draftline.evaluate.pieces import token_slots
-from draftline.evaluate.result import EvaluationResult
-from draftline.evaluate.sampling import Sampling
+from draftline.evaluate.generate import Generation, Sampling
+from draftline.evaluate.result import EvaluationResult, result_table
 from draftline.evaluate.settings import EvaluationSettings
-from draftline.evaluate.table import result_table
+from draftline.report.evaluation import token_slots
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.model import Target, load_target, stop_token_ids, weights_fingerprint
 
@@ -167,14 +165,14 @@ def test_a_dialogue_counts_once_in_the_share_of_equal_prompts(
     pair: tuple[Target, DFlashDraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every answer of the first dialogue is spoilt: one prompt of two, though two turns of three."""
-    original = turn_module.generate_plain
+    original = answer_module.generate_plain
     calls = iter(range(3))
 
     def spoil(*words: Any, **names: Any) -> Generation:
         plain = original(*words, **names)
         return replace(plain, output_ids=plain.output_ids[:-1]) if next(calls) < 2 else plain
 
-    monkeypatch.setattr(turn_module, "generate_plain", spoil)
+    monkeypatch.setattr(answer_module, "generate_plain", spoil)
     found = evaluate_prompts(*pair, [dialogue(turns) for turns in TURNS], EvaluationSettings(4))
     assert (len(found.differences), found.greedy_equal, found.prompts) == (2, 0.5, 2)
 
@@ -204,12 +202,12 @@ def test_with_sampling_what_is_not_defined_is_null_and_said(pair: tuple[Target, 
 def test_an_estimate_that_disagrees_is_a_warning(
     pair: tuple[Target, DFlashDraftModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = summary.teacher_forced_walk
+    original = benchmark_module.teacher_forced_walk
 
     def flattered(*words: Any) -> list[Acceptance]:
         return [Acceptance(walk.tokens * 11, walk.forwards * 10) for walk in original(*words)]
 
-    monkeypatch.setattr(summary, "teacher_forced_walk", flattered)
+    monkeypatch.setattr(benchmark_module, "teacher_forced_walk", flattered)
     found = evaluate_prompts(*pair, [dialogue(["Hello"])], EvaluationSettings(6))
     assert len(found.warnings) == 1
     assert "differ by more than 5%" in found.warnings[0]

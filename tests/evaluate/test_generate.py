@@ -1,65 +1,35 @@
-"""The decoding loop: lossless, counted honestly, and maximal for a drafter that knows the future."""
+"""The decoding loop: lossless, counted honestly, maximal for a drafter that knows the future, whatever it can say;
+sampling filters against a naive formula, rejection sampling against the distribution of the target by chi-square.
+"""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from itertools import pairwise
 
 import pytest
 import torch
 from scipy import stats
-from transformers import (
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
+from torch import Tensor
+
+from draftline.draft.block import block_input_ids
+from draftline.draft.model import DFlashDraftModel
+from draftline.errors import ConfigError, DataError, TargetError
+from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
+from draftline.evaluate.generate import (
+    GREEDY,
+    BlockDrafter,
+    Sampling,
+    decode,
+    draw,
+    generate,
+    generate_plain,
+    tie_gap,
+    verify_greedy,
+    verify_sampled,
 )
-
-from draftline.errors import DataError, TargetError
-from draftline.evaluate.generate import Proposal, decode, generate, generate_plain, tie_gap
-from draftline.evaluate.sampling import GREEDY, Sampling
-from draftline.targets.model import Target, build_target
 from tests.evaluate import pairs
-
-SMALL = {
-    "vocab_size": 40,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.3,
-    "tie_word_embeddings": False,
-}
-LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-
-
-class Clairvoyant:
-    """Knows the answer and drafts what follows, read `shift` tokens too late; tokens from `wrong_from` on are wrong."""
-
-    target_layer_ids = (1,)
-
-    def __init__(self, prompt_length: int, answer: list[int], shift: int = 0, wrong_from: int = 5) -> None:
-        self.answer, self.shift, self.wrong_from = answer, shift, wrong_from
-        self.place = -prompt_length
-
-    def extend(self, hidden_states: torch.Tensor) -> None:
-        """As many states as tokens before the anchor, or the place in the answer is wrong."""
-        self.place += hidden_states.shape[1]
-
-    def propose(self, anchor_id: int) -> Proposal:
-        assert self.answer[self.place] == anchor_id
-        begin = self.place + 1 + self.shift
-        tokens = torch.tensor(self.answer[begin : begin + 5])
-        tokens[self.wrong_from :] ^= 1
-        return Proposal(tokens)
 
 
 @pytest.mark.parametrize(("shift", "forwards"), [(0, 4), (1, 20)])
@@ -73,7 +43,7 @@ def test_true_continuations_score_the_maximum_and_shifted_ones_score_one(shift: 
             break
     else:
         pytest.fail("every answer repeats a token, so that a shifted draft is right by chance")
-    generation = decode(target, Clairvoyant(len(prompt), answer, shift), ids, 21, (), GREEDY, None)
+    generation = decode(target, pairs.Clairvoyant(len(prompt), answer, shift), ids, 21, (), GREEDY, None)
     assert generation.output_ids == answer[:21]
     assert generation.target_forwards == forwards
 
@@ -100,51 +70,6 @@ def test_stop_token_is_the_last_token_wherever_it_falls() -> None:
             found = generate(target, draft_model, ids, max_new_tokens=24, stop_token_ids=[stop])
             assert found.output_ids == expected
             assert len(expected) == 1 or found.target_forwards <= len(expected) - 1
-
-
-def small_model(family: str) -> PreTrainedModel:
-    torch.manual_seed(0)
-    if family == "qwen3":
-        return Qwen3ForCausalLM(Qwen3Config(**SMALL))
-    if family == "qwen3 sliding":
-        layers = ["sliding_attention", "full_attention"] * 2
-        return Qwen3ForCausalLM(Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=5, layer_types=layers))
-    if family == "gemma2":
-        return Gemma2ForCausalLM(Gemma2Config(**SMALL, sliding_window=5, query_pre_attn_scalar=8))
-    if family == "qwen3.5 hybrid":
-        layers = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-        return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SMALL, **LINEAR, layer_types=layers))
-    layers = ["conv", "full_attention"] * 2
-    values = {name: value for name, value in SMALL.items() if name != "head_dim"}
-    return Lfm2ForCausalLM(Lfm2Config(**values, layer_types=layers, block_auto_adjust_ff_dim=False))
-
-
-def uncached_greedy(target: Target, ids: torch.Tensor, count: int) -> list[int]:
-    """One whole forward per token: no cache, so nothing to roll back."""
-    with torch.no_grad():
-        for _ in range(count):
-            ids = torch.cat([ids, target.model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-    return ids[0, -count:].tolist()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3 sliding", "gemma2", "qwen3.5 hybrid", "lfm2 conv"])
-@pytest.mark.parametrize("right_for", [0, 2, 5])
-def test_rollback_leaves_no_trace_in_any_kind_of_cache(family: str, right_for: int) -> None:
-    target = build_target(family, small_model(family), None)
-    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    answer = uncached_greedy(target, ids, 30)
-    generation = decode(target, Clairvoyant(8, answer, wrong_from=right_for), ids, 24, (), GREEDY, None)
-    assert generation.output_ids == answer[:24]
-    assert set(generation.accepted_per_forward[:-1]) == {right_for}
-    hybrid = family in ("qwen3.5 hybrid", "lfm2 conv")
-    assert (generation.replayed_forwards > 0) == (hybrid and right_for < 5)
-
-
-def test_drafter_and_hybrid_target_decode_together() -> None:
-    target = build_target("hybrid", small_model("qwen3.5 hybrid"), None)
-    draft_model = pairs.new_drafter(target)
-    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-    assert generate(target, draft_model, ids, max_new_tokens=20).output_ids == uncached_greedy(target, ids, 20)
 
 
 def test_sampling_with_a_drafter_has_the_distribution_of_sampling_without() -> None:
@@ -212,3 +137,172 @@ def test_a_drafter_of_another_target_is_refused_by_what_differs() -> None:
     stranger = pairs.reshaped(draft_model, num_target_layers=12)
     with pytest.raises(TargetError, match=r"the drafter was trained for a target with layers 12, .* has "):
         generate(target, stranger, torch.tensor([prompt_ids[0]]), max_new_tokens=4)
+
+
+VOCABULARY = 5
+BLOCK = 2
+DRAWS = 20_000
+
+
+def naive_probabilities(logits: list[float], sampling: Sampling) -> list[float]:
+    """Filter one distribution by walking down the ranking."""
+    weights = [math.exp(x / sampling.temperature) for x in logits]
+    ranking = sorted(range(len(logits)), key=lambda i: -weights[i])
+    kept = ranking[: sampling.top_k] if sampling.top_k else ranking
+    total = sum(weights[i] for i in kept)
+    nucleus, mass = [], 0.0
+    for i in kept:
+        if mass >= sampling.top_p:
+            break
+        nucleus.append(i)
+        mass += weights[i] / total
+    total = sum(weights[i] for i in nucleus)
+    return [weights[i] / total if i in nucleus else 0.0 for i in range(len(logits))]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.7, top_p=0.8),
+        Sampling(1.3, top_k=3),
+        Sampling(2.0, top_p=0.6, top_k=4),
+        Sampling(1.0, 1e-9),
+    ],
+)
+def test_probabilities_follow_the_naive_filter(sampling: Sampling) -> None:
+    logits = torch.randn(20, 9, generator=torch.Generator().manual_seed(0))
+    expected = torch.tensor([naive_probabilities(row, sampling) for row in logits.tolist()], dtype=torch.float64)
+    torch.testing.assert_close(sampling.probabilities(logits), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
+    assert (Sampling(1.0, top_k=2).probabilities(torch.zeros(1, 6)) > 0).sum() == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", -1.0), ("temperature", float("nan")), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -1)],
+)
+def test_values_out_of_range_are_refused_by_name(field: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=field):
+        Sampling(**{"temperature": 1.0, field: value})
+
+
+@pytest.mark.parametrize(("drafted", "accepted", "bonus"), [([3, 1], 2, 4), ([3, 2], 1, 1), ([0, 1], 0, 3)])
+def test_greedy_verification_keeps_the_matching_prefix(drafted: list[int], accepted: int, bonus: int) -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([3, 1, 4]), VOCABULARY).float()
+    assert verify_greedy(torch.tensor(drafted), logits) == (accepted, bonus)
+
+
+def first_two_tokens(sampling: Sampling, broken: bool, sayable: int) -> tuple[Tensor, Tensor]:
+    """Counts [V, V] of the first two tokens of speculative decoding, and their true probabilities.
+
+    The drafter sees only the place in the block, as a DFlash drafter does; the target sees the token before.
+    The drafter can say the first `sayable` tokens. With `broken`, a rejected token is replaced from p instead of from
+    the residual: the commonest wrong rule.
+    """
+    generator = torch.Generator().manual_seed(1)
+    target_logits = torch.randn(VOCABULARY + 1, VOCABULARY, generator=generator) * 1.5
+    draft = torch.zeros(BLOCK, VOCABULARY, dtype=torch.float64)
+    draft[:, :sayable] = sampling.probabilities(torch.randn(BLOCK, sayable, generator=generator) * 1.5)
+    target = sampling.probabilities(target_logits)
+    counts = torch.zeros(VOCABULARY, VOCABULARY)
+    for _ in range(DRAWS):
+        tokens: list[int] = []
+        while len(tokens) < 2:
+            drafted = draw(draft, generator)
+            after = [tokens[-1] if tokens else VOCABULARY, *drafted.tolist()]
+            accepted, bonus = verify_sampled(drafted, draft, target[after], generator)
+            if broken and accepted < BLOCK:
+                bonus = int(draw(target[after[accepted]][None], generator))
+            tokens += [*drafted[:accepted].tolist(), bonus]
+        counts[tokens[0], tokens[1]] += 1
+    return counts, target[VOCABULARY][:, None] * target[:VOCABULARY]
+
+
+def p_value(broken: bool, sayable: int = VOCABULARY) -> float:
+    """Chi-square test of what was counted against what the target says."""
+    counts, expected = first_two_tokens(Sampling(1.5, top_p=0.9, top_k=4), broken, sayable)
+    possible = expected > 0
+    assert 8 < possible.sum() < possible.numel()
+    assert counts[~possible].sum() == 0
+    return float(stats.chisquare(counts[possible], expected[possible] * DRAWS).pvalue)
+
+
+@pytest.mark.parametrize("sayable", [VOCABULARY, VOCABULARY // 2])
+def test_rejection_sampling_keeps_the_distribution(sayable: int) -> None:
+    assert p_value(broken=False, sayable=sayable) > 0.001
+
+
+def test_a_wrong_replacement_rule_fails_the_same_test() -> None:
+    assert p_value(broken=True) < 0.001
+
+
+def test_greedy_probabilities_are_a_single_point() -> None:
+    assert GREEDY.probabilities(torch.tensor([[0.0, 2.0, 1.0]])).tolist() == [[0.0, 1.0, 0.0]]
+
+
+KEPT = torch.arange(0, pairs.VOCABULARY - 1, 2)
+
+
+def reduced(kept_ids: torch.Tensor) -> DFlashDraftModel:
+    """The trained drafter of the pair, left with some of its tokens."""
+    _, trained, _ = pairs.trained_pair()
+    model = DFlashDraftModel(trained.config.model_copy(update={"draft_vocab_size": len(kept_ids)}))
+    model.load_state_dict({**trained.state_dict(), "d2t": model.d2t})
+    model.keep_tokens(kept_ids)
+    return model.eval()
+
+
+def test_greedy_output_is_the_targets_own_and_only_kept_tokens_are_drafted() -> None:
+    target, trained, prompt_ids = pairs.trained_pair()
+    model, accepted, whole = reduced(KEPT), 0, 0
+    walked, decoded = [], []
+    for prompt in prompt_ids[:8]:
+        ids = torch.tensor([prompt])
+        plain = generate_plain(target, ids, max_new_tokens=pairs.ANSWER).output_ids
+        found = generate(target, model, ids, max_new_tokens=pairs.ANSWER)
+        assert found.output_ids == plain
+        assert {token for block in found.drafted_blocks for token in block} <= set(KEPT.tolist())
+        accepted += sum(found.accepted_per_forward)
+        whole += sum(generate(target, trained, ids, max_new_tokens=pairs.ANSWER).accepted_per_forward)
+        decoded.append(Acceptance(len(plain) - 1, found.target_forwards))
+        walked.append((prompt, plain))
+    assert 0 < accepted < whole
+    assert teacher_forced_walk(target, model, walked) == decoded
+
+
+def test_all_tokens_kept_but_the_mask_drafts_what_the_whole_vocabulary_does() -> None:
+    target, trained, prompt_ids = pairs.trained_pair()
+    model = reduced(torch.arange(pairs.VOCABULARY - 1))
+    ids = torch.tensor([prompt_ids[0]])
+    found, wanted = (generate(target, m, ids, max_new_tokens=pairs.ANSWER) for m in (model, trained))
+    assert found.drafted_blocks == wanted.drafted_blocks
+
+
+def test_a_sampled_proposal_is_a_distribution_over_the_whole_vocabulary() -> None:
+    target, _, prompt_ids = pairs.trained_pair()
+    model, sampling = reduced(KEPT), Sampling(1.3, top_p=0.9)
+    drafter = BlockDrafter(target, model, sampling, torch.Generator().manual_seed(0))
+    states = torch.randn(1, 5, model.fc.in_features, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        drafter.extend(states)
+        proposal = drafter.propose(prompt_ids[0][-1])
+        cache = model.new_cache()
+        model.extend_cache(cache, states)
+        block = block_input_ids(torch.tensor([prompt_ids[0][-1]]), 6, model.config.mask_token_id)
+        logits = target.head.logits(model.draft(cache, target.embed(block))[0, 1:])[:, KEPT]
+    assert proposal.probabilities_KV is not None
+    torch.testing.assert_close(proposal.probabilities_KV[:, KEPT], sampling.probabilities(logits))
+    torch.testing.assert_close(proposal.probabilities_KV.sum(-1), torch.ones(5, dtype=torch.float64))
+    assert (proposal.probabilities_KV.gather(1, proposal.tokens_K[:, None]) > 0).all()
+    output = generate(
+        target,
+        model,
+        torch.tensor([prompt_ids[0]]),
+        max_new_tokens=pairs.ANSWER,
+        sampling=sampling,
+        generator=torch.Generator().manual_seed(2),
+    ).output_ids
+    assert set(output) - set(KEPT.tolist())  # the target still says what the drafter cannot

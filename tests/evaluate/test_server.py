@@ -17,8 +17,7 @@ from draftline.config import TargetConfig
 from draftline.data.conversations import Conversation, Message
 from draftline.data.server import Endpoint
 from draftline.errors import ConfigError, ServerError
-from draftline.evaluate.server import ServerMeasurement, evaluate_server
-from draftline.evaluate.server_result import Level, ServerResult, server_table
+from draftline.evaluate.server import Level, ServerMeasurement, ServerResult, evaluate_server, server_table
 from draftline.targets.model import load_tokenizer
 from tests.evaluate.engine_servers import DRAFTED, EngineServer, Program, answer_to
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from draftline.errors import DataError
-from draftline.report.evaluation import Evaluation, read_evaluation
+from draftline.report.evaluation import Evaluation, read_evaluation, token_slots
 from draftline.train.run_folder import RunFolder
 from tests.report.synthetic_run import evaluation, write_run
 
@@ -124,3 +124,15 @@ def test_another_target_is_a_warning(tmp_path: Path) -> None:
         dict(read_evaluation(tmp_path / "e.json", RunFolder.open(folder)).drafter)["drafter"]
         == "run/checkpoints/step-000100"
     )
+
+
+@pytest.mark.parametrize(
+    ("length", "accepted", "slots"),
+    [
+        (1, [], [0]),
+        (7, [2, 0, 1], [0, 1, 2, 0, 0, 1, 0]),
+        (6, [2, 0, 1], [0, 1, 2, 0, 0, 1]),  # the stop token was drafted: the target adds nothing
+    ],
+)
+def test_slots_tell_drafted_tokens_from_the_targets_own(length: int, accepted: list[int], slots: list[int]) -> None:
+    assert token_slots(length, accepted) == slots

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 
 from draftline.evaluate.acceptance import Acceptance, macro_acceptance_length
-from draftline.evaluate.breakdown import (
+from draftline.evaluate.result import (
     CountedAnswer,
     Part,
     by_file,
     by_output_length,
     by_output_position,
-    by_prompt,
 )
 
 # 1 + 3 + 2 + 1 tokens; 1 + (4 + 1) tokens; 40 tokens after the first, the last forward cut inside its block
@@ -28,11 +27,12 @@ def figures(parts: list[Part]) -> dict[str, tuple[int, int, int]]:
 
 
 def test_turns_of_a_dialogue_are_one_prompt() -> None:
-    assert by_prompt(ANSWERS) == [Acceptance(11, 5), Acceptance(40, 10), Acceptance(0, 0)]
+    counted = ((answer.prompt, answer.acceptance) for answer in ANSWERS)
+    assert Acceptance.by_prompt(counted) == [Acceptance(11, 5), Acceptance(40, 10), Acceptance(0, 0)]
 
 
 def test_macro_counts_prompts_and_micro_counts_forwards() -> None:
-    clusters = by_prompt(ANSWERS)
+    clusters = Acceptance.by_prompt((answer.prompt, answer.acceptance) for answer in ANSWERS)
     assert Acceptance.total(clusters).length == 51 / 15
     assert macro_acceptance_length(clusters) == pytest.approx((11 / 5 + 40 / 10) / 2)
 

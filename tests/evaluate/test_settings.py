@@ -9,7 +9,7 @@ import pytest
 
 from draftline.data.accounting import Accounting, ChatMode
 from draftline.data.conversations import Conversation, Message
-from draftline.evaluate.mode import mode_of, mode_warnings
+from draftline.evaluate.settings import mode_of, mode_warnings
 
 SYSTEM = "You are a pirate."
 
