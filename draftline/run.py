@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from draftline.config import DFlashConfig, RunConfig, sent_beside_states
-from draftline.data.dataset import PreparedDataset
+from draftline.data.dataset import PreparedDataset, open_data
 from draftline.data.sampler import Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.data.template import tokenizer_hash
@@ -48,9 +48,6 @@ from draftline.train.loop import DrafterTrainLoop
 from draftline.train.run_folder import RunFolder
 from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource, to_device
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
-
-HELDOUT_FOLDER = "heldout"
-"""Where `draftline prepare` puts what it keeps out, inside the prepared folder."""
 
 
 class Engine(RowSource, AbstractContextManager["Engine"], Protocol):
@@ -416,20 +413,6 @@ def _write_identity(run: Run, folder: Path, state: TrainState, examination: Exam
     place.begin_session(run.config, run.shape, weights_fingerprint(run.target.model), data, session)
     if examination is not None:
         place.write_audit(examination.report)
-
-
-def open_data(config: RunConfig) -> tuple[PreparedDataset, PreparedDataset | None]:
-    """The prepared training data of a run, and the held-out data if it lies in a folder of its own.
-
-    Raises:
-        ConfigError: no folder is named.
-        DataError: a folder is not complete.
-    """
-    if config.data.path is None:
-        raise ConfigError("data.path is not set: give the folder that `draftline prepare` wrote")
-    training = PreparedDataset.open(config.data.path)
-    place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
-    return training, PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None
 
 
 def with_saved_threads(config: RunConfig, folder: Path) -> RunConfig:

@@ -19,7 +19,7 @@ ALLOWED = {
     "targets": BASE | {"data"},
     "transfer": BASE | {"data", "targets"},
     "draft": BASE,
-    "train": BASE | {"draft", "transfer"},
+    "train": BASE | {"data", "draft", "transfer"},
     "evaluate": BASE | {"data", "targets", "draft"},
     "formats": BASE | {"data", "targets", "draft", "train", "evaluate"},
     "page": BASE,

@@ -16,7 +16,7 @@ from draftline.audit.finding import Finding
 from draftline.audit.report import AuditReport, run_audit
 from draftline.audit.subject import AuditSubject, prepared_data
 from draftline.config import DFlashConfig, RunConfig, TargetConfig
-from draftline.data.dataset import PreparedDataset
+from draftline.data.dataset import PreparedDataset, open_data
 from draftline.data.sampler import IntArray
 from draftline.data.split import RunData, choose_conversations
 from draftline.errors import CheckpointError, ConfigError, TargetError
@@ -24,7 +24,7 @@ from draftline.formats.beginning import settings_of
 from draftline.formats.files import read_config, read_files
 from draftline.formats.load import Given, checkpoint_folder, load_drafter
 from draftline.records import Sample
-from draftline.run import Run, assemble, open_data
+from draftline.run import Run, assemble
 from draftline.targets.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
 

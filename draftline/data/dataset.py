@@ -29,9 +29,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draftline.config import RunConfig
 from draftline.data.accounting import META_FILE, REPORT_FILE
 from draftline.data.split import HeldoutPrompts
-from draftline.errors import DataError
+from draftline.errors import ConfigError, DataError
 from draftline.records import Sample
 from draftline.storage import (
     TEMPORARY_PREFIX,
@@ -56,6 +57,9 @@ PARTIAL, _HELDOUT, _FINISHED = "partial", "heldout", "finished"
 _OWN_FILES = frozenset(
     {IDS_FILE, MASK_FILE, ROWS_FILE, REPORT_FILE, META_FILE, PARTIAL, _HELDOUT, ANSWERS_FILE, TOKENIZER_KEY}
 )
+
+HELDOUT_FOLDER = "heldout"
+"""Where `draftline prepare` puts what it keeps out, inside the prepared folder."""
 
 ROW = np.dtype(
     [
@@ -152,6 +156,20 @@ class PreparedDataset:
         for start in range(0, len(self._ids), 1 << 22):
             counts[self._ids[start : start + (1 << 22)]] = True
         return torch.from_numpy(counts)
+
+
+def open_data(config: RunConfig) -> tuple[PreparedDataset, PreparedDataset | None]:
+    """The prepared training data of a run, and the held-out data if it lies in a folder of its own.
+
+    Raises:
+        ConfigError: no folder is named.
+        DataError: a folder is not complete.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path is not set: give the folder that `draftline prepare` wrote")
+    training = PreparedDataset.open(config.data.path)
+    place = config.data.heldout_path or config.data.path / HELDOUT_FOLDER
+    return training, PreparedDataset.open(place) if config.data.heldout_path or place.exists() else None
 
 
 def _map(path: Path, dtype: np.dtype[Any]) -> NDArray[Any]:

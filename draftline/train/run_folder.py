@@ -38,11 +38,12 @@ from pydantic import ValidationError
 
 import draftline
 from draftline.config import DFlashConfig, RunConfig, flatten, parse_run_config
-from draftline.errors import CheckpointError, ConfigError, StorageError
+from draftline.errors import CheckpointError, ConfigError, DataError, StorageError
 from draftline.storage import point_link, reason_of, remove_leftovers, storage_errors, write_text
 from draftline.train.log import Columns, JsonLines, read_columns
 
 if TYPE_CHECKING:
+    from draftline.data.split import RunData
     from draftline.train.checkpoint import Checkpoint
 
 CONFIG_FILE, IDENTITY_FILE, AUDIT_FILE = "config.yaml", "run.json", "audit.json"
@@ -216,6 +217,26 @@ class RunFolder:
                 f"{self.path / IDENTITY_FILE} describes the drafter as another version of Draftline does ({place}): "
                 "leave out --evaluation, or use that version"
             ) from error
+
+    def data(self) -> RunData:
+        """What the run was trained on and measured with, if it still lies where the settings of the run say.
+
+        Raises:
+            CheckpointError: the folder holds no run, or its settings or identity cannot be read.
+            ConfigError: the settings name no data.
+            DataError: it is not there any more, damaged, or other data than then.
+        """
+        from draftline.data.dataset import open_data
+        from draftline.data.split import choose_conversations
+
+        config = RunFolder.open(self.path).config()
+        assert config is not None, "open refuses a folder without settings"
+        data = choose_conversations(config, *open_data(config))
+        if self.identity.get("data", {}).get("fingerprint", data.fingerprint) != data.fingerprint:
+            raise DataError(
+                f"{config.data.path} holds other data now than the run of {self.path} was trained on: restore it"
+            )
+        return data
 
     # What it has learned
 

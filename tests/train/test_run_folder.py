@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -11,9 +13,13 @@ import pytest
 
 import draftline
 from draftline import cli
-from draftline.errors import CheckpointError
+from draftline.data.dataset import PreparedDataset
+from draftline.data.prepare import PrepareOptions, prepare
+from draftline.errors import CheckpointError, DataError
 from draftline.train import run_folder
 from draftline.train.run_folder import RunFolder
+from tests.data.chat_tokenizers import CHATML, make_tokenizer
+from tests.data.test_prepare import row, write
 from tests.report.synthetic_run import write_run
 
 
@@ -97,6 +103,29 @@ def test_a_command_names_the_damaged_file_or_says_what_is_left_out(
     else:
         assert (status, out, err.count("\n")) == (2, "", 1)
         assert str(folder / name) in err
+
+
+def test_the_data_of_a_run_are_those_it_was_trained_on(tmp_path: Path) -> None:
+    rows = write(tmp_path / "data.jsonl", [row(f"question {n}", f"answer {n}") for n in range(12)])
+    tokenizer, place = make_tokenizer(CHATML), tmp_path / "data"
+    prepare(tokenizer, [rows], place, PrepareOptions(heldout=3))
+    folder = write_run(tmp_path / "run", lines=1)
+    identity = json.loads((folder / "run.json").read_text())
+    with pytest.raises(DataError, match="holds other data now"):
+        RunFolder(folder).data()
+    prints = [PreparedDataset.open(each).fingerprint for each in (place, place / "heldout")]
+    identity["data"]["fingerprint"] = "+".join(prints)
+    (folder / "run.json").write_text(json.dumps(identity))
+    data = RunFolder(folder).data()
+    assert (len(data.training_ids), len(data.heldout_ids), data.fingerprint) == (9, 3, "+".join(prints))
+    shutil.rmtree(place / "heldout")  # then training data would be held out
+    with pytest.raises(DataError, match="holds other data now"):
+        RunFolder(folder).data()
+    (place / "meta.json").unlink()
+    with pytest.raises(DataError, match="not a complete prepared data set"):
+        RunFolder(folder).data()
+    with pytest.raises(CheckpointError, match="is not a run"):
+        RunFolder(tmp_path / "nowhere").data()
 
 
 PACKAGE = Path(draftline.__file__).parent
