@@ -22,6 +22,9 @@ from draftline.errors import ConfigError
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
+ExportDtype = Literal["float32", "bfloat16"]
+"""Number formats that drafters are written in."""
+
 PUBLISHED_DECAY = {16: 7.0, 10: 5.0, 8: 4.0}
 """Block size -> loss decay gamma as published (DFlash, arXiv 2602.06036)."""
 
@@ -191,7 +194,9 @@ class RunConfig(_Strict):
 class DFlashConfig(_Strict):
     """The complete shape of one drafter, nothing left to a default of the reader.
 
-    Names follow the Hugging Face Qwen3 configuration where it has them, because that is what serving engines read.
+    Names follow the Hugging Face Qwen3 configuration where it has them, because that is what serving engines read. What
+    a folder of another program says, and what a program believes, is the same record built without its checks
+    (`model_construct`), in which fields may be None or impossible.
     """
 
     vocab_size: int
@@ -253,6 +258,16 @@ class DFlashConfig(_Strict):
     def first_predicting_slot(self) -> int:
         """Slots of a block before it predict nothing: none where the anchor predicts too, else the anchor's own."""
         return self.block_size - self.num_speculative_tokens
+
+    @property
+    def causal_layers(self) -> tuple[bool, ...]:
+        """By layer, whether slots see only earlier slots of their block."""
+        return tuple(kind == "sliding_attention" and self.sliding_window_causal for kind in self.layer_types)
+
+    @property
+    def layer_windows(self) -> tuple[int | None, ...]:
+        """By layer, how many tokens a slot sees; None if all."""
+        return tuple(self.sliding_window if kind == "sliding_attention" else None for kind in self.layer_types)
 
     @property
     def head_rows(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from draftline.audit.drafter_reference import DrafterView, reference_block
-from draftline.audit.exported import exported
+from draftline.audit.exported import exported, view_of
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import ReferenceForward, target_forward
@@ -191,7 +191,7 @@ def acceptance_length(probe: Probe) -> Problem | None:
 def independent_loop(probe: Probe) -> Problem | None:
     found = exported(probe)
     reading = None if found.refusal else found.readings[0]
-    if reading is None or reading.view is None:
+    if reading is None or reading.shape is None:
         raise NotApplicable("nothing was exported")
     answer = own_answer(probe)
     # What the audit exports itself holds shaken weights; a folder that lies there holds the drafter's own.
@@ -201,7 +201,7 @@ def independent_loop(probe: Probe) -> Problem | None:
         raise NotApplicable("a near tie of the target's logits")
     position, equal, total = _PROMPT, 0, 0
     for drafted, accepted in zip(generation.drafted_blocks, generation.accepted_per_forward, strict=True):
-        block = _reference_draft(probe, reading.view, found.tensors, answer, position)
+        block = _reference_draft(probe, view_of(reading), found.tensors, answer, position)
         equal += sum(a == b for a, b in zip(drafted, block, strict=False))
         total += max(len(drafted), len(block))
         position += accepted + 1

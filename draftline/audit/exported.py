@@ -16,28 +16,28 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table
-from draftline.audit.engines import Reading, differences, read_as, readers_of
+from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table, view_of_config
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, ExportError
 from draftline.formats.files import read_files
+from draftline.formats.programs import (
+    Reading,
+    as_trained,
+    block_of,
+    differences,
+    format_of,
+    layers_of,
+    missing_keys,
+    readings,
+)
 from draftline.targets.layers import default_target_layer_ids
 from draftline.targets.rope import rope_as_read
 
-_ZLAB_KEYS = ("architectures", "model_type", "block_size", "num_target_layers", "dtype")
-_BLOCK_KEYS = ("block_size", "mask_token_id", "target_layer_ids")
-_SPECULATORS_KEYS = ("architectures", "aux_hidden_state_layer_ids", "block_size", "mask_token_id", "dtype")
-_LAYER_KEYS = (
-    "layer_types",
-    "vocab_size",
-    "head_dim",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "rms_norm_eps",
-)
-_KNOWN_KEYS = {*_ZLAB_KEYS, *_LAYER_KEYS} | {
+_KNOWN_KEYS = {
+    *("architectures", "model_type", "block_size", "num_target_layers", "dtype"),
+    *("layer_types", "vocab_size", "head_dim", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
     *("is_causal", "dflash_config", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("hidden_act", "rope_theta", "rope_scaling", "rope_parameters", "max_window_layers", "use_sliding_window"),
     *("sliding_window", "attention_bias", "attention_dropout", "initializer_range", "tie_word_embeddings"),
@@ -45,7 +45,8 @@ _KNOWN_KEYS = {*_ZLAB_KEYS, *_LAYER_KEYS} | {
 }
 _COMPUTED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0}
 """Settings on which readers act, with what the drafter does."""
-_KNOWN_BLOCK_KEYS = {*_BLOCK_KEYS} | {
+_KNOWN_BLOCK_KEYS = {
+    *("block_size", "mask_token_id", "target_layer_ids"),
     *("sample_from_anchor", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"),
 }
 
@@ -67,26 +68,22 @@ class Exported:
 
     @property
     def layers(self) -> dict[str, Any]:
-        """The part of the config that describes the layers: a nested one in speculators' form."""
-        nested: dict[str, Any] = self.tree.get("transformer_layer_config", self.tree)
-        return nested
+        """The part of the config that describes the layers."""
+        return layers_of(self.tree)
 
     @property
     def block(self) -> dict[str, Any]:
         """The part that describes blocks."""
-        if self.is_speculators:
-            return self.tree
-        inner: dict[str, Any] = self.tree.get("dflash_config") or {}
-        return inner
+        return block_of(self.tree)
 
     @property
     def is_speculators(self) -> bool:
-        return "speculators_model_type" in self.tree
+        return format_of(self.tree) == "speculators"
 
     @property
     def readings(self) -> list[Reading]:
         """The folder by the rules of every program that reads its format."""
-        return [read_as(reader, self.tree) for reader in readers_of(self.tree)]
+        return readings(self.tree)
 
 
 @check("EXP001", "the exported tensors are not the drafter's", needs=("DRF001", "DRF006", "DRF008", "DRF009"))
@@ -114,17 +111,11 @@ def tensors(probe: Probe) -> Problem | None:
 @check("EXP002", "a key that a reader needs is missing from the exported config", needs=("EXP001",))
 def required_keys(probe: Probe) -> Problem | None:
     found = _exported(probe)
-    top = _SPECULATORS_KEYS if found.is_speculators else _ZLAB_KEYS
-    block = () if found.is_speculators else _BLOCK_KEYS
-    missing = [key for key in top if found.tree.get(key) is None]
-    missing += [key for key in _LAYER_KEYS if found.layers.get(key) is None]
-    missing += [f"dflash_config.{key}" for key in block if found.block.get(key) is None]
-    if "rope_theta" not in found.layers and "rope_parameters" not in found.layers:
-        missing.append("rope_theta")
+    missing = missing_keys(found.tree)
     if not missing:
         return None
-    effects = [f"{r.reader} {remark}" for r in found.readings for remark in r.remarks if "missing" in remark]
-    wrong = any(r.view is None or differences(r.view, probe.view) for r in found.readings)
+    effects = [f"{r.program} {remark}" for r in found.readings for remark in r.remarks if "missing" in remark]
+    wrong = any(r.shape is None or differences(r, _trained(probe)) for r in found.readings)
     return Problem(
         f"missing: {', '.join(missing)}{'; ' + effects[0] if effects else ''}",
         "write every key of the format",
@@ -194,7 +185,7 @@ def rope(probe: Probe) -> Problem | None:
     partial = {k: settings.get(k, layers.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
     if any(value not in (None, 1, 1.0) for value in partial.values()):
         return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", fix)
-    limit = min(r.view.max_position_embeddings for r in _exported(probe).readings if r.view is not None)
+    limit = min(r.shape.max_position_embeddings for r in _exported(probe).readings if r.shape is not None)
     if limit < config.max_position_embeddings:
         return Problem(f"max_position_embeddings {limit}, trained with {config.max_position_embeddings}", fix)
     places = torch.tensor([0, 1, 100, 5000])
@@ -223,7 +214,7 @@ def block_layout(probe: Probe) -> Problem | None:
     said, trained = inner.get("sample_from_anchor"), probe.subject.draft_model.config.sample_from_anchor
     if said is not None and bool(said) != trained:
         return Problem(f"sample_from_anchor is written as {said}, trained with {trained}", fix)
-    return _reading_differs(probe, ("block_size", "mask_token_id", "first"), fix)
+    return _reading_differs(probe, ("block_size", "mask_token_id", "sample_from_anchor"), fix)
 
 
 @check("EXP008", "scaling of embeddings or logits is not written", needs=("EXP001",))
@@ -350,7 +341,7 @@ def _reduced_mistake(probe: Probe, found: Exported) -> Problem | None:
 )
 def forward_equality(probe: Probe) -> Problem | None:
     found = _exported(probe)
-    heads = ("num_heads", "num_key_value_heads", "head_dim")
+    heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
     other_heads = _reading_differs(probe, heads, "write the heads of the trained drafter")
     if other_heads is not None:
         return other_heads
@@ -361,13 +352,13 @@ def forward_equality(probe: Probe) -> Problem | None:
             "write what the drafter computes",
         )
     for reading in found.readings:
-        if reading.view is None:
-            return Problem(f"{reading.reader} {'; '.join(reading.remarks)}", "write every key of the format")
-        difference = _run(probe, reading.view, found)
+        if reading.shape is None:
+            return Problem(f"{reading.program} {'; '.join(reading.remarks)}", "write every key of the format")
+        difference = _run(probe, view_of(reading), found)
         precision = 2e-4 if found.tensors["fc.weight"].dtype == torch.float32 else 5e-2
         if difference > precision:
             return Problem(
-                f"read as {reading.reader} does, its outputs differ by {difference:.1e} (relative) from training",
+                f"read as {reading.program} does, its outputs differ by {difference:.1e} (relative) from training",
                 "compare the written config with the settings of the run",
             )
     return None
@@ -377,6 +368,12 @@ def forward_equality(probe: Probe) -> Problem | None:
 def exported(probe: Probe) -> Exported:
     """The finished folder, or one export with random weights of probe size."""
     return _export(probe) if probe.subject.folder is None else _finished(probe, probe.subject.folder)
+
+
+def view_of(reading: Reading) -> DrafterView:
+    """What a program reads, in the words of the reference."""
+    assert reading.shape is not None, f"{reading.program} refuses the folder"
+    return replace(view_of_config(reading.shape), causal=reading.causal, windows=reading.windows)
 
 
 def _finished(probe: Probe, folder: Path) -> Exported:
@@ -415,20 +412,24 @@ def _tree(probe: Probe) -> dict[str, Any]:
 
 def _reading_differs(probe: Probe, names: tuple[str, ...], fix: str) -> Problem | None:
     for reading in _exported(probe).readings:
-        if reading.view is None:
+        if reading.shape is None:
             continue
-        found = differences(reading.view, probe.view)
+        found = differences(reading, _trained(probe))
         for name in names:
             if name in found:
-                return Problem(f"{reading.reader} reads {found[name]}", fix)
+                return Problem(f"{reading.program} reads {found[name]}", fix)
     return None
 
 
+def _trained(probe: Probe) -> Reading:
+    return as_trained(probe.subject.draft_model.config)
+
+
 def _view_with_rope(probe: Probe, settings: dict[str, Any]) -> DrafterView:
-    reading = next((r for r in _exported(probe).readings if r.view is not None), None)
-    if reading is None or reading.view is None:
+    reading = next((r for r in _exported(probe).readings if r.shape is not None), None)
+    if reading is None:
         raise NotApplicable("no program reads the exported config")
-    return replace(reading.view, rope=settings)
+    return replace(view_of(reading), rope=settings)
 
 
 def _run(probe: Probe, view: DrafterView, found: Exported) -> float:

@@ -11,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from draftline.audit.conventions import describe
 from draftline.audit.finding import Finding
 from draftline.audit.report import AuditReport, run_audit
 from draftline.audit.subject import AuditSubject, prepared_data
@@ -21,6 +20,7 @@ from draftline.data.sampler import IntArray
 from draftline.data.split import RunData, choose_conversations
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.formats.beginning import settings_of
+from draftline.formats.dialects import describe
 from draftline.formats.files import read_config, read_files
 from draftline.formats.load import Given, checkpoint_folder, load_drafter
 from draftline.records import Sample

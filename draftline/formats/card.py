@@ -10,12 +10,11 @@ from typing import Any
 import torch
 import yaml
 
-from draftline.config import DFlashConfig, RunConfig, decay_gamma
+from draftline.config import DFlashConfig, ExportDtype, RunConfig, decay_gamma
 from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import DataError
-from draftline.formats.files import ExportDtype
-from draftline.formats.programs import READERS, Reader, Serving, serving_command, serving_notes
+from draftline.formats.programs import Reader, Serving, serving_command, serving_notes
 from draftline.train.checkpoint import StateFile, checkpoint_folder, read_state
 
 CARD_KEY = "draftline"
@@ -103,13 +102,6 @@ def trained_mode(folder: Path) -> ChatMode | None:
     if checkpoint is not None:
         return _of_run(read_state(checkpoint))
     return _of_card(folder / _CARD)
-
-
-def readers_of(form: str, config: DFlashConfig) -> tuple[Reader, ...]:
-    """Programs that read an exported format of a drafter of this layout."""
-    if config.sample_from_anchor:
-        return ("speculators",)
-    return ("speculators", "vllm") if form == "speculators" else tuple(r for r in READERS if r != "speculators")
 
 
 def _front_matter(facts: CardFacts) -> str:

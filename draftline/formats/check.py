@@ -10,33 +10,42 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from draftline.config import DFlashConfig
+from draftline.config import DFlashConfig, ExportDtype
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DraftlineError, ExportError
-from draftline.formats.dialects import detect, facts_of
+from draftline.formats.dialects import detect, said_by
 from draftline.formats.files import (
     DTYPES,
     DrafterFiles,
-    ExportDtype,
     build_drafter,
     canonical,
     in_float32,
     read_files,
     stored_tensors,
 )
-from draftline.formats.load import Given, resolve
+from draftline.formats.load import Given, complete
+from draftline.formats.programs import (
+    as_trained,
+    differences,
+    format_of,
+    layers_of,
+    missing_keys,
+    proposed_tokens,
+    readings,
+)
 
 CHECKS: tuple[str, ...] = (
     "reload",
     "shape, layer offset, slot layout, causality and window",
-    "block size and causality in every place where a reader looks",
+    "what every program reads of it",
     "number format",
     "head, embedding and vocabulary",
     "weights",
@@ -59,7 +68,8 @@ def verify_folder(
     """
     try:
         files = read_files(folder)
-        config = resolve(facts_of(files, detect(files.tree, set(files.tensors), files.where)), Given())
+        form = detect(files.tree, set(files.tensors), files.where)
+        config = complete(said_by(files, form), Given(), files.where)
     except DraftlineError as error:
         raise ExportError(f"what was written cannot be read back: {error}") from error
     expected = canonical(draft_model.config)
@@ -67,8 +77,7 @@ def verify_folder(
     everything = {**tensors, **(beside or {})}
     checks: tuple[Callable[[], str | None], ...] = (
         lambda: _different_shape(config, expected),
-        lambda: _speculators_reader(files.tree, expected) if "speculators_model_type" in files.tree else None,
-        lambda: _zlab_reader(files.tree, expected) if "speculators_model_type" not in files.tree else None,
+        lambda: _read_otherwise(files.tree, expected),
         lambda: _different_dtype(files, dtype),
         lambda: _owned_head(files, expected, everything),
         lambda: _different_weights(files, everything),
@@ -104,42 +113,22 @@ def _different_shape(config: DFlashConfig, expected: DFlashConfig) -> str | None
     return None
 
 
-def _zlab_reader(tree: dict[str, object], expected: DFlashConfig) -> str | None:
-    """z-lab, SGLang and llama.cpp look in different places, and guess where a key is absent."""
-    nested = tree.get("dflash_config")
-    inside = nested.get("block_size") if isinstance(nested, dict) else None
-    for place, value in (("the top level", tree.get("block_size")), ("dflash_config", inside)):
-        if value != expected.block_size:
-            return f"block_size in {place} is {value!r}, not {expected.block_size}"
-    for name in ("layer_types", "num_target_layers", "dtype"):
-        if name not in tree:
-            return f"{name} is not written, and readers guess it differently"
-    for layer, kind in enumerate(expected.layer_types):
-        said = tree.get("is_causal")
-        runs = kind == "sliding_attention" if said is None else bool(said)
-        wanted = kind == "sliding_attention" and expected.sliding_window_causal
-        if runs != wanted:
-            return f"readers would run layer {layer} {_manner(runs)}, it was trained {_manner(wanted)}"
+def _read_otherwise(tree: dict[str, Any], expected: DFlashConfig) -> str | None:
+    """By the rules of every program that reads the format: they look in different places, and guess where a key is
+    absent."""
+    missing = missing_keys(tree)
+    if missing:
+        return f"{missing[0]} is not written, and readers guess it differently"
+    for reading in readings(tree):
+        if reading.shape is None:
+            return f"{reading.program} {'; '.join(reading.remarks)}"
+        found = differences(reading, as_trained(expected))
+        if found:
+            return f"{reading.program} reads {next(iter(found.values()))}"
+    if format_of(tree) == "speculators" and proposed_tokens(tree) != expected.num_speculative_tokens:
+        drafted = expected.num_speculative_tokens
+        return f"speculative_tokens is {proposed_tokens(tree)}, the drafter drafts {drafted}"
     return None
-
-
-def _speculators_reader(tree: dict[str, object], expected: DFlashConfig) -> str | None:
-    """vLLM takes one flag for all layers, and drafts as many tokens as the proposal method says."""
-    runs = not tree.get("sliding_window_non_causal")
-    for layer, kind in enumerate(expected.layer_types):
-        wanted = kind == "sliding_attention" and expected.sliding_window_causal
-        if runs != wanted:
-            return f"vLLM would run layer {layer} {_manner(runs)}, it was trained {_manner(wanted)}"
-    settings = tree.get("speculators_config")
-    methods = settings.get("proposal_methods") if isinstance(settings, dict) else None
-    drafted = methods[0].get("speculative_tokens") if methods else None
-    if drafted != expected.num_speculative_tokens:
-        return f"speculative_tokens is {drafted}, the drafter drafts {expected.num_speculative_tokens}"
-    return None
-
-
-def _manner(causal: bool) -> str:
-    return "causally" if causal else "bidirectionally"
 
 
 def _different_dtype(files: DrafterFiles, dtype: ExportDtype) -> str | None:
@@ -156,7 +145,7 @@ def _owned_head(files: DrafterFiles, expected: DFlashConfig, wanted: Mapping[str
     owned = sorted(name for name in files.tensors.keys() - wanted.keys() if name.startswith(heads))
     if owned:
         return f"{owned[0]} is stored, and readers would use it instead of the target's"
-    layers = files.tree.get("transformer_layer_config", files.tree)
+    layers = layers_of(files.tree)
     if layers.get("tie_word_embeddings") is not False:
         return "tie_word_embeddings is not false, and readers would look for a head of the drafter's own"
     rows = files.tree.get("draft_vocab_size", expected.vocab_size)
@@ -174,8 +163,7 @@ def _different_weights(files: DrafterFiles, tensors: dict[str, Tensor]) -> str |
 
 def _different_rotation(files: DrafterFiles, draft_model: DFlashDraftModel) -> str | None:
     """As transformers reads the file, which is what readers call; our own parser is not asked."""
-    layers = files.tree.get("transformer_layer_config", files.tree)
-    table = Qwen3RotaryEmbedding(Qwen3Config.from_dict(layers))
+    table = Qwen3RotaryEmbedding(Qwen3Config.from_dict(layers_of(files.tree)))
     ours = draft_model.rotary_emb
     if torch.equal(table.inv_freq, ours.inv_freq.cpu()) and table.attention_scaling == ours.attention_scaling:
         return None

@@ -20,14 +20,16 @@ default; TorchSpec and DeepSpec keep flat keys, speculators keeps the layers apa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
+from draftline.config import DFlashConfig, LayerType
 from draftline.errors import CheckpointError, ConfigError
 from draftline.formats.files import DrafterFiles
+from draftline.formats.programs import PROGRAMS, format_of, in_words, layer_kinds, proposed_tokens, readers_of
 from draftline.targets.layers import default_target_layer_ids, from_aux_hidden_state_layer_ids
+from draftline.targets.rope import rope_of_folder
 
 Format = Literal["zlab", "specforge", "modelopt", "nemo", "torchspec", "deepspec", "speculators"]
 
@@ -69,7 +71,16 @@ says what `d2t` says."""
 
 _TORCHSPEC_NAMES = {"context_proj.": "fc.", "context_norm.": "hidden_norm.", "final_norm.": "norm."}
 
-LAYER_TYPES = ("full_attention", "sliding_attention")
+_COPIED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "max_position_embeddings",
+)
 
 _OTHER_MODELS = {
     "attention_bias": (False, "biases in its attention"),
@@ -108,33 +119,27 @@ _NOT_IN_SPECULATORS = ("num_target_layers", "bos_token_id", "eos_token_id", "ini
 
 _SCALES = ("input_embedding_scale", "output_multiplier", "final_logit_softcapping")
 
+_TRAINERS: dict[Format, str] = {
+    "zlab": "a trainer that writes z-lab's format",
+    "specforge": "SpecForge: z-lab's names; auto_map points at a file that is not shipped",
+    "modelopt": "NVIDIA ModelOpt: z-lab's names, block_size at top level only, windows bidirectional inside a block",
+    "nemo": "NVIDIA NeMo AutoModel: z-lab's names, sliding layers bidirectional inside a block",
+    "torchspec": "TorchSpec: tensors context_proj, context_norm, final_norm; num_target_layers counts captured layers",
+    "deepspec": "DeepSpec: every slot predicts, a block of P drafts P tokens; stores embedding and head",
+    "speculators": "speculators: layer ids count from the embedding (plus one)",
+}
 
-@dataclass(frozen=True)
-class Facts:
-    """What one folder says; None where it says nothing.
+_OURS = "the target's own next tokens, divided by the count of supervised slots"
 
-    Attributes:
-        stack: the keys that describe the layers, named as in a Qwen3 configuration.
-        where: names the file in messages.
-        target_layer_ids: convention A.
-        num_target_layers: depth of the target.
-        sliding_window_causal: whether slots of sliding layers see only earlier slots.
-        draft_vocab_size: tokens that the drafter can say; None where it is all of them.
-        scales: what the target does to embeddings and logits, where the folder says so.
-    """
-
-    stack: Mapping[str, Any]
-    where: str
-    target_layer_ids: tuple[int, ...]
-    block_size: int | None
-    mask_token_id: int | None
-    num_target_layers: int | None
-    sample_from_anchor: bool | None
-    layer_types: tuple[str, ...]
-    sliding_window: int | None
-    sliding_window_causal: bool = True
-    draft_vocab_size: int | None = None
-    scales: Mapping[str, float | None] = field(default_factory=dict)
+_SIGNALS: dict[Format, str] = {
+    "zlab": "what the files do not say",
+    "specforge": "the tokens of the data, divided by the local sum of weights",
+    "modelopt": "the target's whole distribution, divided by the local sum of weights",
+    "nemo": "the tokens of the data, divided by the local sum of weights",
+    "torchspec": "the tokens of the data, divided by the local sum of weights",
+    "deepspec": "the tokens of the data, divided by the global sum of weights",
+    "speculators": "the target's own next tokens, divided by the count of supervised slots",
+}
 
 
 def detect(tree: Mapping[str, Any], names: set[str], where: str) -> Format:
@@ -163,6 +168,44 @@ def detect(tree: Mapping[str, Any], names: set[str], where: str) -> Format:
         return "specforge"
     nested = tree.get("dflash_config", {})
     return "modelopt" if {"causal", "use_swa"} & nested.keys() else "zlab"
+
+
+def describe(files: DrafterFiles) -> list[str]:
+    """Sentences for a report: format, conventions, and one for each program that might read the folder."""
+    try:
+        form = detect(files.tree, set(files.tensors), files.where)
+    except CheckpointError as error:
+        return [f"conventions: {error}"]
+    ours = files.shape is not None
+    return [
+        f"written by {'Draftline' if ours else _TRAINERS[form]}",
+        f"trained on {_OURS if ours else _SIGNALS[form]}",
+        *_ids_in_words(files.tree, form),
+        *_programs_in_words(files, form),
+    ]
+
+
+def _ids_in_words(tree: Mapping[str, Any], form: Format) -> list[str]:
+    if form == "speculators":
+        ids = tree.get("aux_hidden_state_layer_ids") or []
+        return [f"captured layers {ids} count from the embedding: outputs of layers {[i - 1 for i in ids]}"]
+    inner = tree.get("dflash_config") or {}
+    ids = inner.get("target_layer_ids", tree.get("target_layer_ids"))
+    if ids is None:
+        return ["captured layers are not written: each reader computes its own"]
+    embedding = " (-1 is the embedding's output)" if -1 in ids else ""
+    return [f"captured layers {ids} are 0-based layer outputs{embedding}"]
+
+
+def _programs_in_words(files: DrafterFiles, form: Format) -> list[str]:
+    words, readers = None, readers_of(format_of(files.tree))
+    if form == "torchspec" and "context_proj.weight" in files.tensors:
+        words = "finds none of fc, hidden_norm, norm under these names; convert with `draftline import`"
+    if form == "deepspec":
+        words = "would read every slot one place off; import with --sample-from-anchor"
+    if words is not None:
+        return [f"{PROGRAMS[reader].name}: {words}" for reader in readers]
+    return [in_words(reader, files.tree) for reader in readers]
 
 
 def our_tensors(files: DrafterFiles, form: Format) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -200,16 +243,18 @@ def _torchspec_name(name: str) -> str:
     return name if prefix is None else _TORCHSPEC_NAMES[prefix] + name.removeprefix(prefix)
 
 
-def facts_of(files: DrafterFiles, form: Format) -> Facts:
-    """What the configuration says, in the meaning of its format.
+def said_by(files: DrafterFiles, form: Format) -> DFlashConfig:
+    """What the configuration says in the meaning of its format, in our words and without checks of the whole.
+
+    What it leaves open is None: `sample_from_anchor`, `block_size`, `mask_token_id`, `num_target_layers`.
 
     Raises:
         CheckpointError: it describes something that `DFlashDraftModel` does not compute, or contradicts itself.
     """
-    readers: dict[Format, Callable[[DrafterFiles], Facts]] = {
-        "torchspec": _torchspec_facts,
-        "deepspec": _deepspec_facts,
-        "speculators": _speculators_facts,
+    readers: dict[Format, Callable[[DrafterFiles], DFlashConfig]] = {
+        "torchspec": _torchspec_shape,
+        "deepspec": _deepspec_shape,
+        "speculators": _speculators_shape,
     }
     size, rows = files.tree.get("draft_vocab_size"), files.tree.get("vocab_size")
     if form != "speculators" and size not in (None, rows):
@@ -218,12 +263,12 @@ def facts_of(files: DrafterFiles, form: Format) -> Facts:
             "vocabulary: remove the key if the drafter has none"
         )
     try:
-        return readers[form](files) if form in readers else _nested_facts(files, form)
+        return readers[form](files) if form in readers else _nested_shape(files, form)
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"{files.where}: a value is of the wrong kind ({error}): fix the file") from error
 
 
-def _nested_facts(files: DrafterFiles, form: Format) -> Facts:
+def _nested_shape(files: DrafterFiles, form: Format) -> DFlashConfig:
     """z-lab's keys: looked up in `dflash_config` first, then at the top level."""
     tree, where = files.tree, files.where
     nested: dict[str, Any] = tree.get("dflash_config", {})
@@ -247,18 +292,20 @@ def _nested_facts(files: DrafterFiles, form: Format) -> Facts:
         {"sample_from_anchor": values["sample_from_anchor"], "dflash_config.shift_label": nested.get("shift_label")},
         where,
     )
-    return Facts(
-        stack=tree,
-        where=where,
-        target_layer_ids=tuple(ids),
-        block_size=values["block_size"],
-        mask_token_id=values["mask_token_id"],
-        num_target_layers=values["num_target_layers"],
-        sample_from_anchor=False if layout is None and states else layout,
-        layer_types=types,
-        sliding_window=window,
-        sliding_window_causal=_sliding_causal(tree, nested, types, form, where),
-        scales=_scales(tree, nested, where),
+    return _in_our_words(
+        tree,
+        where,
+        {
+            "target_layer_ids": tuple(ids),
+            "block_size": values["block_size"],
+            "mask_token_id": values["mask_token_id"],
+            "num_target_layers": values["num_target_layers"],
+            "sample_from_anchor": False if layout is None and states else layout,
+            "layer_types": types,
+            "sliding_window": window,
+            "sliding_window_causal": _sliding_causal(tree, nested, types, form, where),
+            **_scales(tree, nested, where),
+        },
     )
 
 
@@ -306,7 +353,7 @@ def _sliding_causal(
     return bool(said) if said is not None else form not in ("modelopt", "nemo")
 
 
-def _torchspec_facts(files: DrafterFiles) -> Facts:
+def _torchspec_shape(files: DrafterFiles) -> DFlashConfig:
     """Flat keys; `num_target_layers` counts captured layers, the depth is `target_num_hidden_layers`."""
     tree, where = files.tree, files.where
     count, depth = tree.get("num_target_layers"), tree.get("target_num_hidden_layers")
@@ -323,20 +370,22 @@ def _torchspec_facts(files: DrafterFiles) -> Facts:
         raise CheckpointError(
             f"{where}: versions of TorchSpec differ in whether rope_scaling acts: remove it if it did not"
         )
-    return Facts(
-        stack=tree,
-        where=where,
-        target_layer_ids=tuple(ids),
-        block_size=tree.get("block_size"),
-        mask_token_id=tree.get("mask_token_id"),
-        num_target_layers=depth,
-        sample_from_anchor=tree.get("sample_from_anchor", False),
-        layer_types=("full_attention",) * int(tree.get("num_hidden_layers") or 0),
-        sliding_window=None,
+    return _in_our_words(
+        tree,
+        where,
+        {
+            "target_layer_ids": tuple(ids),
+            "block_size": tree.get("block_size"),
+            "mask_token_id": tree.get("mask_token_id"),
+            "num_target_layers": depth,
+            "sample_from_anchor": tree.get("sample_from_anchor", False),
+            "layer_types": ("full_attention",) * int(tree.get("num_hidden_layers") or 0),
+            "sliding_window": None,
+        },
     )
 
 
-def _deepspec_facts(files: DrafterFiles) -> Facts:
+def _deepspec_shape(files: DrafterFiles) -> DFlashConfig:
     """Flat keys; every slot predicts; id -1 is the embedding's output."""
     tree, where = files.tree, files.where
     ids = tuple(tree.get("target_layer_ids") or ())
@@ -345,26 +394,29 @@ def _deepspec_facts(files: DrafterFiles) -> Facts:
     types = _layer_types(tree, where)
     if "sliding_attention" in types:
         raise CheckpointError(f"{where}: DeepSpec writes full layers only, layer_types has sliding ones: fix the file")
-    return Facts(
-        stack=tree,
-        where=where,
-        target_layer_ids=ids,
-        block_size=tree.get("block_size"),
-        mask_token_id=tree.get("mask_token_id"),
-        num_target_layers=tree.get("num_target_layers"),
-        sample_from_anchor=tree.get("sample_from_anchor", True),
-        layer_types=types,
-        sliding_window=None,
+    return _in_our_words(
+        tree,
+        where,
+        {
+            "target_layer_ids": ids,
+            "block_size": tree.get("block_size"),
+            "mask_token_id": tree.get("mask_token_id"),
+            "num_target_layers": tree.get("num_target_layers"),
+            "sample_from_anchor": tree.get("sample_from_anchor", True),
+            "layer_types": types,
+            "sliding_window": None,
+        },
     )
 
 
-def _speculators_facts(files: DrafterFiles) -> Facts:
+def _speculators_shape(files: DrafterFiles) -> DFlashConfig:
     """speculators 0.9: ids in convention B, layers in `transformer_layer_config`, full layers always bidirectional."""
     tree, where = files.tree, files.where
     stack = tree.get("transformer_layer_config")
     if not isinstance(stack, dict):
         raise CheckpointError(f"{where} has no transformer_layer_config: copy or export the drafter again")
-    if tree.get("draft_vocab_size") is None:
+    rows = tree.get("draft_vocab_size")
+    if rows is None:
         raise CheckpointError(f"{where} has no draft_vocab_size, for which speculators assumes 32000: add it")
     if tree.get("target_hidden_size") not in (None, stack.get("hidden_size")):
         raise CheckpointError(f"{where}: target_hidden_size differs from hidden_size: not computed here")
@@ -380,25 +432,26 @@ def _speculators_facts(files: DrafterFiles) -> Facts:
     if sliding and tree.get("sliding_window_non_causal") is None:
         raise CheckpointError(f"{where} has no sliding_window_non_causal beside sliding layers: add it")
     written = {} if files.shape is None else {name: getattr(files.shape, name) for name in _NOT_IN_SPECULATORS}
-    return Facts(
-        stack={**written, **stack},
-        where=where,
-        target_layer_ids=ids,
-        block_size=tree.get("block_size"),
-        mask_token_id=tree.get("mask_token_id"),
-        num_target_layers=written.get("num_target_layers"),
-        sample_from_anchor=tree.get("sample_from_anchor"),
-        layer_types=types,
-        sliding_window=stack["sliding_window"] if sliding else None,
-        sliding_window_causal=not tree.get("sliding_window_non_causal") if sliding else True,
-        draft_vocab_size=None if tree["draft_vocab_size"] == stack.get("vocab_size") else tree["draft_vocab_size"],
+    return _in_our_words(
+        {**written, **stack},
+        where,
+        {
+            "target_layer_ids": ids,
+            "block_size": tree.get("block_size"),
+            "mask_token_id": tree.get("mask_token_id"),
+            "num_target_layers": written.get("num_target_layers"),
+            "sample_from_anchor": tree.get("sample_from_anchor"),
+            "layer_types": types,
+            "sliding_window": stack["sliding_window"] if sliding else None,
+            "sliding_window_causal": not tree.get("sliding_window_non_causal") if sliding else True,
+            "draft_vocab_size": None if rows == stack.get("vocab_size") else rows,
+        },
     )
 
 
 def _check_proposal(tree: Mapping[str, Any], where: str) -> None:
     """Fewer tokens than the block has may be proposed, more are positions that were never trained."""
-    methods = (tree.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    proposed, size = methods[0].get("speculative_tokens"), tree.get("block_size")
+    proposed, size = proposed_tokens(tree), tree.get("block_size")
     if proposed is None or size is None:
         return
     drafted = size if tree.get("sample_from_anchor") else size - 1
@@ -410,16 +463,12 @@ def _check_proposal(tree: Mapping[str, Any], where: str) -> None:
 
 
 def _layer_types(tree: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """As written, else as transformers fills them in for a Qwen3 configuration, which is what readers do."""
-    types = tree.get("layer_types")
-    if types is None:
-        layers, full = int(tree.get("num_hidden_layers") or 0), int(tree.get("max_window_layers", 28))
-        slides = bool(tree.get("use_sliding_window")) and tree.get("sliding_window") is not None
-        return tuple("sliding_attention" if slides and i >= full else "full_attention" for i in range(layers))
-    unknown = next((kind for kind in types if kind not in LAYER_TYPES), None)
+    """The kinds that every reader takes them for, if they are ones that drafters have."""
+    types = layer_kinds(tree)
+    unknown = next((kind for kind in types if kind not in get_args(LayerType)), None)
     if unknown is not None:
-        raise CheckpointError(f"{where}: layer type {unknown!r} is unknown: known are {', '.join(LAYER_TYPES)}")
-    return tuple(types)
+        raise CheckpointError(f"{where}: layer type {unknown!r} is unknown: known are {', '.join(get_args(LayerType))}")
+    return types
 
 
 def _default_ids(depth: int | None, count: int | None, where: str) -> tuple[int, ...]:
@@ -427,6 +476,40 @@ def _default_ids(depth: int | None, count: int | None, where: str) -> tuple[int,
     if depth is None or count is None:
         raise CheckpointError(f"{where} has no target_layer_ids: add the layers that it was trained on")
     return default_target_layer_ids(depth, count)
+
+
+def _in_our_words(stack: Mapping[str, Any], where: str, said: Mapping[str, Any]) -> DFlashConfig:
+    """The record without its checks.
+
+    Args:
+        stack: the keys that describe the layers, named as in a Qwen3 configuration.
+        said: fields that formats keep in places of their own.
+    """
+    refuse_other_models(stack, where)
+    missing = [name for name in _COPIED if stack.get(name) is None]
+    if missing:
+        raise CheckpointError(f"{where} has no {missing[0]}: add it, or export the drafter again")
+    head_dim = stack.get("head_dim") or stack["hidden_size"] // stack["num_attention_heads"]
+    if stack.get("v_head_dim") not in (None, head_dim):
+        raise CheckpointError(f"{where}: v_head_dim {stack['v_head_dim']} differs from {head_dim}: not computed here")
+    optional = {name: stack[name] for name in ("initializer_range",) if name in stack}
+    return DFlashConfig.model_construct(
+        **{name: stack[name] for name in _COPIED},
+        head_dim=head_dim,
+        rope_parameters=rope_of_folder(stack, where),
+        bos_token_id=_token(stack, "bos_token_id"),
+        eos_token_id=_token(stack, "eos_token_id"),
+        **optional,
+        **said,
+    )
+
+
+def _token(stack: Mapping[str, Any], name: str) -> int | None:
+    """Some targets have several ends; which one stands here matters to no reader."""
+    found: Any = stack.get(name)
+    if isinstance(found, list):
+        return int(found[0]) if found else None
+    return None if found is None else int(found)
 
 
 def refuse_other_models(tree: Mapping[str, Any], where: str) -> None:

@@ -10,15 +10,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from draftline.config import TargetConfig
+from draftline.config import ExportDtype, TargetConfig
 from draftline.draft.block import Blocks, drafted_states
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import CheckpointError, ConfigError, ExportError
-from draftline.formats.card import FLOAT16_MAX, CardFacts, Training, model_card, readers_of, trained_mode
+from draftline.errors import CheckpointError, ConfigError
+from draftline.formats.card import FLOAT16_MAX, CardFacts, Training, model_card, trained_mode
 from draftline.formats.check import CHECKS
-from draftline.formats.files import ExportDtype
 from draftline.formats.load import Given, LoadedDrafter, load_drafter
-from draftline.formats.programs import READERS, Reader, Serving, refuse_unserved, serving_command, serving_notes
+from draftline.formats.programs import (
+    Form,
+    Reader,
+    Serving,
+    format_for,
+    formats_for,
+    readers_of,
+    refuse_unserved,
+    serving_command,
+    serving_notes,
+)
 from draftline.formats.write import export_speculators, export_zlab
 from draftline.records import Sample
 from draftline.targets.loop import TargetForwardLoop
@@ -41,7 +50,7 @@ class ExportReport:
     """
 
     folder: Path
-    format: str
+    format: Form
     dtype: ExportDtype
     checks: tuple[str, ...]
     command: str
@@ -114,14 +123,11 @@ def export_drafter(
         ExportError: the format cannot express it, or what was read back differs.
         StorageError: `out` is not empty or cannot be written.
     """
-    if reader not in READERS:
-        raise ExportError(f"{reader!r} is not a known reader: use one of {', '.join(READERS)}")
     results = results or Results()
     loaded, run = load_drafter(source, given, target), run_of(source)
     refuse_unserved(reader, loaded.config)
     largest = largest_activation(loaded.draft_model, target)
-    reduced = loaded.config.draft_vocab_size is not None
-    form = "speculators" if reader == "speculators" or (reader == "vllm" and reduced) else "zlab"
+    form = format_for(reader, loaded.config)
     serving = Serving(str(out), target_path or _served_name(target), dtype, loaded.config)
     others = tuple(other for other in readers_of(form, loaded.config) if other != reader)
     card = model_card(
@@ -161,7 +167,7 @@ def import_drafter(
     """
     loaded = load_drafter(source, given, target)
     config = loaded.config
-    form = "speculators" if config.sample_from_anchor or config.draft_vocab_size is not None else "zlab"
+    form = formats_for(config)[0]
     name = "TARGET" if target is None else _served_name(target)
     serving = Serving(str(out), name, loaded.export_dtype, config)
     readers = readers_of(form, config)
@@ -214,7 +220,7 @@ def _served_name(target: Target) -> str:
 def _write(
     loaded: LoadedDrafter,
     out: Path,
-    form: str,
+    form: Form,
     dtype: ExportDtype,
     target: Target | None,
     verifier: str | None,

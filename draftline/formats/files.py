@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -19,13 +19,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftline.config import DFlashConfig
+from draftline.config import DFlashConfig, ExportDtype
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import mapping_fault
 from draftline.errors import CheckpointError, ExportError
 from draftline.storage import new_folder
-
-ExportDtype = Literal["float32", "bfloat16"]
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -6,39 +6,26 @@ token load without an error and are accepted a tenth as often.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from draftline.config import DFlashConfig
+from draftline.config import DFlashConfig, ExportDtype
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import membership_of
 from draftline.errors import CheckpointError, ConfigError
 from draftline.evaluate.generate import check_fits
-from draftline.formats.dialects import Facts, Format, detect, facts_of, our_tensors, refuse_other_models
-from draftline.formats.files import DrafterFiles, ExportDtype, build_drafter, compare_with_header, read_files
+from draftline.formats.dialects import Format, detect, our_tensors, said_by
+from draftline.formats.files import DrafterFiles, build_drafter, compare_with_header, read_files
 from draftline.targets.layers import check_target_layer_ids
 from draftline.targets.model import Target
-from draftline.targets.rope import rope_of_folder
 from draftline.train.checkpoint import checkpoint_folder, load_draft_model
 
 T = TypeVar("T", int, bool)
-
-_COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "max_position_embeddings",
-)
 
 _OPTIONS = {
     "sample_from_anchor": "--sample-from-anchor or --no-sample-from-anchor",
@@ -119,11 +106,11 @@ def _with_depth(given: Given, files: DrafterFiles, form: Format, target: Target 
     """Take the depth from the target where neither the folder nor the user says it."""
     if target is None or given.num_target_layers is not None or files.shape is not None or form != "speculators":
         return given
-    return Given(given.sample_from_anchor, given.block_size, given.mask_token_id, target.num_layers)
+    return replace(given, num_target_layers=target.num_layers)
 
 
 def _load_files(files: DrafterFiles, form: Format, given: Given, target: Target | None) -> LoadedDrafter:
-    config = resolve(facts_of(files, form), given)
+    config = complete(said_by(files, form), given, files.where)
     own, beside = our_tensors(files, form)
     draft_model = build_drafter(config, own, str(files.folder))
     compare_with_header(config, files)
@@ -169,41 +156,20 @@ def _left_out(
     return f"{name} is left out: it is the target's own"
 
 
-def resolve(facts: Facts, given: Given) -> DFlashConfig:
-    """The complete shape: what the folder says, and what the user says where it says nothing.
+def complete(said: DFlashConfig, given: Given, where: str) -> DFlashConfig:
+    """The complete shape: what a folder says, and what the user says where it says nothing.
+
+    Args:
+        said: as `dialects.said_by` gives it.
+        where: names the configuration in messages.
 
     Raises:
         CheckpointError: a fact is missing, contradicts what the user says, or is out of range.
     """
-    stack, where = facts.stack, facts.where
-    refuse_other_models(stack, where)
-    missing = [name for name in _COPIED if stack.get(name) is None]
-    if missing:
-        raise CheckpointError(f"{where} has no {missing[0]}: add it, or export the drafter again")
-    heads = stack["num_attention_heads"]
-    head_dim = stack.get("head_dim") or stack["hidden_size"] // heads
-    if stack.get("v_head_dim") not in (None, head_dim):
-        raise CheckpointError(f"{where}: v_head_dim {stack['v_head_dim']} differs from {head_dim}: not computed here")
-    layout = _settled("sample_from_anchor", facts.sample_from_anchor, given.sample_from_anchor, where)
+    fields = dict(said)
+    fields |= {name: _settled(name, fields[name], value, where) for name, value in asdict(given).items()}
     try:
-        config = DFlashConfig(
-            **{name: stack[name] for name in _COPIED},
-            head_dim=head_dim,
-            rope_parameters=rope_of_folder(stack, where),
-            layer_types=facts.layer_types,
-            sliding_window=facts.sliding_window,
-            sliding_window_causal=facts.sliding_window_causal,
-            block_size=_settled("block_size", facts.block_size, given.block_size, where),
-            mask_token_id=_settled("mask_token_id", facts.mask_token_id, given.mask_token_id, where),
-            target_layer_ids=facts.target_layer_ids,
-            num_target_layers=_settled("num_target_layers", facts.num_target_layers, given.num_target_layers, where),
-            draft_vocab_size=facts.draft_vocab_size,
-            sample_from_anchor=layout,
-            bos_token_id=_token(stack, "bos_token_id"),
-            eos_token_id=_token(stack, "eos_token_id"),
-            **{name: stack[name] for name in ("initializer_range",) if name in stack},
-            **facts.scales,
-        )
+        config = DFlashConfig.model_validate(fields)
         check_target_layer_ids(config.target_layer_ids, config.num_target_layers)
     except ValidationError as error:
         fault = error.errors()[0]
@@ -224,11 +190,3 @@ def _settled(name: str, found: T | None, given: T | None, where: str) -> T:
     if found is not None and given is not None and found != given:
         raise CheckpointError(f"{where}: {name} is {found!r} there and {given!r} was given: leave out {_OPTIONS[name]}")
     return given if found is None else found  # type: ignore[return-value]  # one of them is there
-
-
-def _token(stack: Mapping[str, Any], name: str) -> int | None:
-    """Some targets have several ends; which one stands here matters to no reader."""
-    found: Any = stack.get(name)
-    if isinstance(found, list):
-        return int(found[0]) if found else None
-    return None if found is None else int(found)

@@ -20,12 +20,12 @@ from typing import Any
 
 from torch import Tensor
 
-from draftline.config import DFlashConfig
+from draftline.config import DFlashConfig, ExportDtype
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import membership_of
 from draftline.errors import ExportError
 from draftline.formats.check import refuse_short_window, verify_folder
-from draftline.formats.files import DTYPES, ExportDtype, canonical, write_folder
+from draftline.formats.files import DTYPES, canonical, write_folder
 from draftline.targets.head import TargetHead
 from draftline.targets.layers import to_aux_hidden_state_layer_ids
 
@@ -122,10 +122,8 @@ def zlab_config(config: DFlashConfig, dtype: ExportDtype) -> dict[str, Any]:
 
 def _is_causal(config: DFlashConfig) -> bool | None:
     """One answer for all layers, or None where readers are to decide by layer type."""
-    kinds = set(config.layer_types)
-    if "sliding_attention" not in kinds or not config.sliding_window_causal:
-        return False
-    return True if kinds == {"sliding_attention"} else None
+    answers = set(config.causal_layers)
+    return answers.pop() if len(answers) == 1 else None
 
 
 def _target_scales(config: DFlashConfig) -> dict[str, float | None]:
@@ -190,7 +188,7 @@ def speculators_config(
         "draft_vocab_size": config.head_rows,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": not _causal(config),
+        "sliding_window_non_causal": not any(config.causal_layers),
         "target_hidden_size": None,
         "dtype": dtype,
         "speculators_config": {
@@ -257,15 +255,11 @@ def _layers(config: DFlashConfig) -> dict[str, Any]:
     }
 
 
-def _causal(config: DFlashConfig) -> bool:
-    return "sliding_attention" in config.layer_types and config.sliding_window_causal
-
-
 def _refuse_unspeakable(config: DFlashConfig) -> None:
     elsewhere = "export with --for zlab (z-lab's format)"
     if config.draft_vocab_size is not None:  # for which there is no other format
         elsewhere = "train without drafter.draft_vocab_size, and export with --for zlab"
-    if _causal(config) and "full_attention" in config.layer_types:
+    if len(set(config.causal_layers)) > 1:
         raise ExportError(
             "full bidirectional layers mixed with causal sliding ones have no speculators form that vLLM runs right: "
             f"{elsewhere}"

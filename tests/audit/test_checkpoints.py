@@ -9,7 +9,7 @@ import torch
 
 from draftline.audit.folders import audit_checkpoint
 from draftline.audit.report import AuditReport
-from draftline.formats.files import ExportDtype
+from draftline.config import ExportDtype
 from draftline.formats.load import Given
 from draftline.formats.write import export_zlab
 from draftline.targets.layers import default_target_layer_ids

@@ -20,7 +20,7 @@ from draftline.audit.drafter_reference import (
     visible_keys,
     with_rope,
 )
-from draftline.audit.engines import read_as
+from draftline.audit.exported import view_of
 from draftline.audit.reference import (
     BlockPlace,
     decoder_layers,
@@ -33,6 +33,7 @@ from draftline.audit.reference import (
     visible,
 )
 from draftline.formats.files import read_config
+from draftline.formats.programs import read_as
 from draftline.formats.write import export_zlab
 from draftline.records import Sample
 from draftline.targets.model import build_target
@@ -90,12 +91,11 @@ def test_the_second_implementation_computes_what_z_labs_package_does(changes: di
     zlab = pytest.importorskip("dflash.model")
     export_zlab(make_drafter(**changes), tmp_path / "drafter", "float32")
     theirs = zlab.DFlashDraftModel.from_pretrained(tmp_path / "drafter").eval()
-    reading = read_as("z-lab", read_config(tmp_path / "drafter"))
-    assert reading.view is not None
+    reading = read_as("zlab", read_config(tmp_path / "drafter"))
     context, block = torch.randn(1, 11, 3 * 24), torch.randn(1, 4, 24)
     with torch.no_grad():
         wanted = theirs(position_ids=torch.arange(15)[None], noise_embedding=block, target_hidden=context)[0]
-    found = reference_block(reading.view, theirs.state_dict(), context[0], block[0])
+    found = reference_block(view_of(reading), theirs.state_dict(), context[0], block[0])
     torch.testing.assert_close(found.float(), wanted, atol=1e-4, rtol=1e-4)
 
 

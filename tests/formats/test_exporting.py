@@ -14,13 +14,12 @@ import yaml
 from safetensors.torch import load_file
 
 from draftline import cli
-from draftline.config import DataConfig, RunConfig, TargetConfig
+from draftline.config import DataConfig, ExportDtype, RunConfig, TargetConfig
 from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import CheckpointError, ExportError, StorageError, TargetError
 from draftline.formats.card import trained_mode
 from draftline.formats.exporting import Results, export_drafter, import_drafter, target_of_export
-from draftline.formats.files import ExportDtype
 from draftline.formats.load import load_drafter
 from draftline.formats.programs import READERS, Reader, Serving, serving_command
 from draftline.records import StepMetrics

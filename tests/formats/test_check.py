@@ -62,8 +62,12 @@ ZLAB_FAULTS: dict[str, tuple[Tree, Callable[[Tree], None], str]] = {
     "layers all full": (MIX, lambda t: t.update(layer_types=["full_attention"] * 2), "layer_types"),
     "block size": ({}, lambda t: (t.update(block_size=5), t["dflash_config"].update(block_size=5)), "block_size"),
     "block size at one place": ({}, lambda t: t.update(block_size=5), "block_size"),
-    "no block size at the top": ({}, lambda t: t.pop("block_size"), "block_size in the top level"),
-    "no block size inside": ({}, lambda t: t["dflash_config"].pop("block_size"), "block_size in dflash_config"),
+    "no block size at the top": ({}, lambda t: t.pop("block_size"), "^block_size is not written"),
+    "no block size inside": (
+        {},
+        lambda t: t["dflash_config"].pop("block_size"),
+        "dflash_config.block_size is not written",
+    ),
     "depth of the drafter": ({}, lambda t: t.update(num_target_layers=6), "num_target_layers"),
     "no depth": ({}, lambda t: t.pop("num_target_layers"), "num_target_layers"),
     "mask token": ({}, lambda t: t["dflash_config"].update(mask_token_id=2), "mask_token_id"),
@@ -78,7 +82,11 @@ ZLAB_FAULTS: dict[str, tuple[Tree, Callable[[Tree], None], str]] = {
 SPECULATORS_FAULTS: dict[str, tuple[Tree, Callable[[Tree], None], str]] = {
     "ids": ({}, lambda t: t.update(aux_hidden_state_layer_ids=[1, 3, 4]), "target_layer_ids"),
     "ids + 2": ({}, lambda t: t.update(aux_hidden_state_layer_ids=[3, 5, 6]), "target_layer_ids"),
-    "causal in vLLM": ({}, lambda t: t.update(sliding_window_non_causal=False), "vLLM would run layer 0 causally"),
+    "causal in vLLM": (
+        {},
+        lambda t: t.update(sliding_window_non_causal=False),
+        r"vLLM reads causal \[True, True\], trained with \[False",
+    ),
     "causal": (BIDIRECTIONAL, lambda t: t.update(sliding_window_non_causal=False), "sliding_window_causal"),
     "bidirectional": (ALL_SLIDING, lambda t: t.update(sliding_window_non_causal=True), "sliding_window_causal"),
     "slot layout": ({}, lambda t: t.update(sample_from_anchor=True), "sample_from_anchor"),
