@@ -9,12 +9,13 @@ import torch
 
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
-from draftline.audit.reference import role_ids, target_forward
+from draftline.audit.reference import role_ids
 from draftline.audit.subject import NotApplicable, PreparedData
 from draftline.data.conversations import hash_json
 from draftline.data.template import tokenizer_hash
 from draftline.data.vocabulary import count_supervised, coverage_of
 from draftline.records import Sample
+from draftline.targets.regenerate import OWN_ANSWERS_AGREEMENT, measure_agreement
 
 _LOW_AGREEMENT = 0.8
 """Below this share of answer tokens that the target would have written itself, its own answers teach much more."""
@@ -102,22 +103,19 @@ def answer_ends(probe: Probe) -> Problem | None:
 
 @check("DAT005", "the target would not have written these answers")
 def own_answers(probe: Probe) -> Problem | None:
-    agree = counted = 0
-    for sample in _data(probe).samples[:_ROWS_READ]:
-        ids, places = sample.input_ids[:_TOKENS_READ], sample.loss_mask[1:_TOKENS_READ]
-        next_ids = target_forward(probe.subject.target, ids).next_ids.cpu()
-        agree += int(((next_ids[:-1] == ids[1:]) & places).sum())
-        counted += int(places.sum())
-    if not counted:
+    read = [
+        Sample(sample.sample_id, sample.input_ids[:_TOKENS_READ], sample.loss_mask[:_TOKENS_READ])
+        for sample in _data(probe).samples[:_ROWS_READ]
+    ]
+    found = measure_agreement(probe.subject.target.model, read)
+    if not found.tokens:
         raise NotApplicable("nothing is supervised")
-    probe.notes.append(
-        f"the target's greedy token is that of the data at {agree / counted:.1%} of {counted} answer tokens"
-    )
-    if agree >= _LOW_AGREEMENT * counted:
+    share = f"greedy token is that of the data at {found.share:.1%} of {found.tokens} answer tokens"
+    probe.notes.append(f"the target's {share}")
+    if found.share >= _LOW_AGREEMENT:
         return None
     return Problem(
-        f"its greedy next token is that of the data at {agree / counted:.1%} of {counted} answer tokens; its own "
-        "answers give over 95 %, and about twice the acceptance",
+        f"its {share}; its own answers give over {OWN_ANSWERS_AGREEMENT:.0%}, and about twice the acceptance",
         "draftline prepare --regenerate",
         "warning",
     )

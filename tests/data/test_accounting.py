@@ -36,7 +36,7 @@ PLAIN = chat("yes")
 def counted() -> Accounting:
     accounting = Accounting(rows_in=5)
     for number, each in enumerate(
-        (PLAIN, chat("<think>hm</think>Да, это четыре", SYSTEM), chat("no", enable_thinking=False))
+        (PLAIN, chat("<think>hm</think>Да, это четыре, как и было", SYSTEM), chat("no", enable_thinking=False))
     ):
         accounting.keep(100 * (number + 1), 5, each)
     accounting.dropped.add("not_json", 4, "a.jsonl")
