@@ -31,7 +31,7 @@ OTHERS = "others"
 MOST_LABELS = 50
 
 # Reasons that mean that a row could not even be read.
-UNREADABLE = frozenset({"not_json", "not_utf8", "not_an_object", "damaged_file", "nul_character", "lone_surrogate"})
+_UNREADABLE = frozenset({"not_json", "not_utf8", "not_an_object", "damaged_file", "nul_character", "lone_surrogate"})
 
 _FIXES = {
     "no_assistant": "add --regenerate",
@@ -50,7 +50,7 @@ _FIXES = {
 }
 """What to do where no row is left, by the commonest reason."""
 
-_LENGTHS = (128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+_LENGTHS = tuple(2**power for power in range(7, 16))
 
 _SCRIPTS = {
     "latin": re.compile(r"[A-Za-z\u00c0-\u024f]"),
@@ -118,10 +118,6 @@ class Accounting:
         """Raise if a row went missing; this would be a fault of Draftline."""
         assert self.rows_in == self.rows_out + self.dropped.total, (self.rows_in, self.rows_out, self.dropped)
 
-    def unreadable(self) -> int:
-        """Rows that could not be read."""
-        return sum(entry["count"] for reason, entry in self.dropped.items() if reason in UNREADABLE)
-
     def as_state(self) -> dict[str, Any]:
         """Everything, to be restored by `from_state`."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -160,7 +156,7 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
             f"{accounting.dropped.total} of {accounting.rows_in} rows are dropped ({counts}); "
             "fix them, or leave out --strict"
         )
-    unreadable = accounting.unreadable()
+    unreadable = sum(entry["count"] for reason, entry in accounting.dropped.items() if reason in _UNREADABLE)
     if unreadable > max_unreadable * accounting.rows_in:
         raise DataError(
             f"{unreadable} of {accounting.rows_in} rows are unreadable, more than {max_unreadable:.1%} ({counts}); "

@@ -56,14 +56,7 @@ class ConversationView:
 
     def as_json(self) -> dict[str, Any]:
         """The fields that `inspect --json` writes."""
-        return {
-            "source": self.source,
-            "line": self.line,
-            "input_ids": self.input_ids,
-            "loss_mask": self.loss_mask,
-            "supervised_text": self.supervised_text,
-            "text": self.text,
-        }
+        return {name: value for name, value in vars(self).items() if name != "tokens"}
 
 
 def inspect_dataset(folder: Path, *, count: int | None = None, block_size: int = 8) -> list[ConversationView]:
@@ -72,12 +65,12 @@ def inspect_dataset(folder: Path, *, count: int | None = None, block_size: int =
     The block drawn is the one at the first anchor, with its `block_size - 1` predicted slots.
     """
     dataset = PreparedDataset.open(folder)
-    tokenizer = load_tokenizer(dataset)
+    tokenizer = _load_tokenizer(dataset)
     number = len(dataset) if count is None else min(count, len(dataset))
     return [_view(dataset, tokenizer, index, block_size) for index in range(number)]
 
 
-def load_tokenizer(dataset: PreparedDataset) -> PreTrainedTokenizerBase:
+def _load_tokenizer(dataset: PreparedDataset) -> PreTrainedTokenizerBase:
     """The tokenizer that the data was prepared with; it lies beside the data."""
     folder = dataset.folder / dataset.meta[TOKENIZER_KEY]
     try:

@@ -195,14 +195,6 @@ def _finished_report(out: Path, key: str) -> dict[str, Any] | None:
     return done.report
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A row with what it has become so far."""
-
-    raw: RawRow
-    parsed: ParsedRow
-
-
 class Preparation:
     """One run over the data; goes on from the writer's state if it has one."""
 
@@ -252,42 +244,38 @@ class Preparation:
         self.saved_rows = self.accounting.rows_in
 
     def _take(self, chunk: Sequence[RawRow]) -> None:
-        items = self._answer([self._parse(raw) for raw in chunk])
-        chats = [item.parsed.conversation for item in items if isinstance(item.parsed, Chat)]
+        rows = self._answer([self._parse(raw) for raw in chunk])
+        chats = [parsed.conversation for parsed in rows if isinstance(parsed, Chat)]
         rendered = iter(render_conversations(self.template, chats, self.options.mask))
-        for item in items:
+        for raw, parsed in zip(chunk, rows, strict=True):
             self.accounting.rows_in += 1
-            result = self._render(item.parsed, rendered)
+            result = self._render(parsed, rendered)
             if isinstance(result, RenderedConversation):
                 result = self._cut(result)
             if isinstance(result, Unusable):
-                self.accounting.dropped.add(self._bounded(result.reason), item.raw.line, item.raw.source)
+                self.accounting.dropped.add(self._bounded(result.reason), raw.line, raw.source)
             else:
-                self._keep(item, result)
+                self._keep(raw, parsed, result)
 
-    def _parse(self, raw: RawRow) -> _Item:
+    def _parse(self, raw: RawRow) -> ParsedRow:
         if raw.fault is not None:
-            return _Item(raw, Unusable(raw.fault))
+            return Unusable(raw.fault)
         try:
             content = json.dumps(raw.value, sort_keys=True, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:
-            return _Item(raw, Unusable("lone_surrogate"))
+            return Unusable("lone_surrogate")
         known = self._known(content, self._seen_rows, SEEN_ROWS)
         if known and self.options.deduplicate:
-            return _Item(raw, Unusable("duplicate"))
+            return Unusable("duplicate")
         parsed = parse_row(raw.value, strip_images=self.options.strip_images)
-        return _Item(raw, usable(self.template, parsed, answered_later=self._answerer is not None))
+        return usable(self.template, parsed, answered_later=self._answerer is not None)
 
-    def _answer(self, items: list[_Item]) -> list[_Item]:
+    def _answer(self, rows: list[ParsedRow]) -> list[ParsedRow]:
         """Let the target answer all conversations of a chunk."""
         if self._answerer is None:
-            return items
-        chats = [item.parsed for item in items if isinstance(item.parsed, Chat)]
-        answered = iter(self._answerer([chat.conversation for chat in chats]))
-        return [
-            replace(item, parsed=_with_answers(item.parsed, next(answered))) if isinstance(item.parsed, Chat) else item
-            for item in items
-        ]
+            return rows
+        answered = iter(self._answerer([row.conversation for row in rows if isinstance(row, Chat)]))
+        return [_with_answers(row, next(answered)) if isinstance(row, Chat) else row for row in rows]
 
     def _render(
         self, parsed: ParsedRow, rendered: Iterator[RenderedConversation | Unusable]
@@ -299,10 +287,9 @@ class Preparation:
         if isinstance(parsed, FormattedText):
             return render_text(self.template, parsed, self.options.mask)
         result = next(rendered)
-        if isinstance(result, RenderedConversation):
-            return result
-        self.first_refusal = self.first_refusal or result.detail
-        return Unusable(result.reason)
+        if isinstance(result, Unusable):
+            self.first_refusal = self.first_refusal or result.detail
+        return result
 
     def _bounded(self, message: str) -> str:
         """A reason of the report; of those that quote something, only some of a kind are told apart."""
@@ -331,11 +318,11 @@ class Preparation:
             return Unusable("too_few_supervised_tokens")
         return result
 
-    def _keep(self, item: _Item, result: RenderedConversation) -> None:
-        raw, conversation = item.raw, item.parsed.conversation if isinstance(item.parsed, Chat) else None
-        notes = [*result.notes, *(item.parsed.notes if isinstance(item.parsed, Chat) else ())]
-        if conversation is not None:
-            notes += self._content_notes(conversation)
+    def _keep(self, raw: RawRow, parsed: ParsedRow, result: RenderedConversation) -> None:
+        conversation, notes = None, list(result.notes)
+        if isinstance(parsed, Chat):
+            conversation = parsed.conversation
+            notes += [*parsed.notes, *self._content_notes(conversation)]
             prompt_hash = int(conversation.prompt_hash()[:16], 16)
             self.heldout.offer(prompt_hash, conversation)
         else:
