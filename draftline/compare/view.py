@@ -16,8 +16,7 @@ from draftline.compare.comparison import Comparison, Pair, SamePlace, Sooner
 from draftline.compare.curves import Curve, Estimate
 from draftline.compare.trajectory import AXES, Axis
 from draftline.errors import DataError
-from draftline.page.axis import number
-from draftline.page.chart import Chart, hue
+from draftline.page.chart import Chart, hue, number
 from draftline.page.chart import Curve as Line
 from draftline.page.frame import render
 from draftline.progress import table

@@ -1,7 +1,6 @@
 """The frame of every page that Draftline writes: one self-contained HTML file, readable on a phone, light and dark.
 
-    chart.py      Curve, Chart, Bars: values in, positions of lines, bars and ticks out
-    thin.py       a long curve drawn with few points, honestly
+    chart.py      Curve, Chart, Bars: values in, positions of lines, bars and ticks out; a long curve with few points
     frame.py      render(template, ...): Jinja2, with everything inlined and a policy that forbids every request
     templates/    base.html (frame), parts.html (charts, tables, notes as macros), page.css, page.js, one file per page
 

@@ -2,25 +2,36 @@
 
 A plot is an SVG of 1000 by 1000 units, stretched to whatever size the page gives it; lines keep their width. Ticks and
 names are HTML around it, so they keep their size on a phone. What a chart shows is also told in words and in a table.
+
+A long curve is drawn with few points: what a screen cannot show is summed up, never left out. A curve with more values
+than a page has columns is cut into columns of equal width along x. Each column keeps the mean of its values, and the
+lowest and the highest, which are drawn as a band: no spike is lost.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
-from draftline.page.axis import Axis, Tick, number
-from draftline.page.thin import FloatArray, Thinned, running_mean, thin
+FloatArray = NDArray[np.float64]
+
+COLUMNS = 480
+"""About the width of a chart in pixels, on a page with two of them side by side."""
 
 UNITS = 1000
 """Width and height of a plot in its own units."""
 
 MEANS = 40
 """The running mean of a noisy curve is over this part of its values."""
+
+_ROUND = (1.0, 2.0, 2.5, 5.0, 10.0)
+_WANTED_TICKS = 5
 
 
 def hue(index: int) -> str:
@@ -31,6 +42,161 @@ def hue(index: int) -> str:
 def shade(share: float) -> str:
     """Colour at `share` 0..1 of an ordered scale, violet to green, with enough contrast for a line."""
     return f"oklch(calc(var(--shade-from) + {share:.3f} * var(--shade-by)) 0.14 {300 - 190 * share:.0f})"
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A value beside an axis.
+
+    Attributes:
+        place: 0..1 along the axis.
+    """
+
+    place: float
+    text: str
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of a plot.
+
+    Attributes:
+        low: value at place 0.
+        high: value at place 1.
+        log: whether equal distances are equal ratios.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+
+    @staticmethod
+    def around(low: float, high: float) -> Axis:
+        """Linear, with round ends that enclose both values."""
+        if high <= low:  # one value: a round place on either side, and nothing below zero for it
+            low, high = (low - abs(low) * 0.1 if low else 0.0), (high + abs(high) * 0.1 if high else 1.0)
+        step = _round_step((high - low) / _WANTED_TICKS)
+        return Axis(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
+
+    @staticmethod
+    def logarithmic(low: float, high: float) -> Axis:
+        """Logarithmic, with a little room around both values, which are positive."""
+        room = max((high / low) ** 0.03, 1.02)
+        return Axis(low / room, high * room, log=True)
+
+    def places(self, values: FloatArray) -> FloatArray:
+        """[n] values as places 0..1; on a logarithmic axis what is below its low end lies there."""
+        if not self.log:
+            places: FloatArray = (values - self.low) / (self.high - self.low or 1.0)
+            return places
+        ratio: FloatArray = np.log(np.maximum(values, self.low) / self.low) / math.log(self.high / self.low)
+        return ratio
+
+    @property
+    def ticks(self) -> list[Tick]:
+        """Round values between the ends."""
+        values = np.array(self._logarithmic_ticks() if self.log else self._linear_ticks())
+        return [Tick(float(p), short(float(v))) for p, v in zip(self.places(values), values, strict=True)]
+
+    def _linear_ticks(self) -> list[float]:
+        step = _round_step((self.high - self.low) / _WANTED_TICKS) or 1.0
+        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
+        return [round(i * step, 12) for i in range(first, last + 1)]
+
+    def _logarithmic_ticks(self) -> list[float]:
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        for leading in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 5, 7)):
+            values = [m * 10.0**d for d in decades for m in leading if self.low <= m * 10.0**d <= self.high]
+            if len(values) >= 3:
+                return values[:: math.ceil(len(values) / (_WANTED_TICKS + 2))]
+        return [self.low, self.high]
+
+
+def short(value: float) -> str:
+    """A number for the side of an axis: 150k, 2.5M, 0.25."""
+    for bound, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= bound:
+            unit = 1e3 if letter == "k" else bound
+            return f"{value / unit:.4g}{letter}"
+    return f"{value:.4g}"
+
+
+def number(value: float) -> str:
+    """A number for a table, at three or four digits; a dash where nothing was measured."""
+    if not math.isfinite(value):
+        return "–"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    if value == int(value):
+        return str(int(value))
+    return f"{value:.3f}" if 0.01 <= abs(value) < 10 else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """A curve as it is drawn.
+
+    Attributes:
+        x: [n] mean position of each column, increasing.
+        y: [n] mean of its values.
+        low: [n] lowest value, or lower edge of a given band.
+        high: [n] highest value, or upper edge of a given band.
+        values: how many values there were.
+    """
+
+    x: FloatArray
+    y: FloatArray
+    low: FloatArray
+    high: FloatArray
+    values: int
+
+    @property
+    def summed_up(self) -> bool:
+        """Whether a column stands for more than one value."""
+        return self.values > len(self.x)
+
+
+def thin(
+    x: FloatArray, y: FloatArray, band: tuple[FloatArray, FloatArray] | None = None, columns: int = COLUMNS
+) -> Thinned:
+    """At most `columns` points for a curve; every point where there are no more than that.
+
+    Values that are not finite are left out. `band` gives each value an interval of its own.
+    """
+    low, high = (y, y) if band is None else band
+    keep = np.isfinite(x) & np.isfinite(y) & np.isfinite(low) & np.isfinite(high)
+    order = np.argsort(x[keep], kind="stable")
+    x, y, low, high = (part[keep][order] for part in (x, y, low, high))
+    if len(x) <= columns:
+        return Thinned(x, y, low, high, len(x))
+    span = x[-1] - x[0]
+    column = np.minimum((x - x[0]) / span * columns, columns - 1).astype(np.int64) if span else np.zeros(len(x), int)
+    starts = np.flatnonzero(np.diff(column, prepend=-1))
+    counts = np.diff(starts, append=len(x))
+    return Thinned(
+        x=np.add.reduceat(x, starts) / counts,
+        y=np.add.reduceat(y, starts) / counts,
+        low=np.minimum.reduceat(low, starts),
+        high=np.maximum.reduceat(high, starts),
+        values=len(x),
+    )
+
+
+def mean_window(values: int) -> int:
+    """Values that a running mean of so many averages: an odd number, 1 where there are too few."""
+    return 1 + 2 * (values // MEANS // 2)
+
+
+def running_mean(y: FloatArray, window: int) -> FloatArray:
+    """Mean of the `window` values around each one; of fewer at both ends, as many before as behind.
+
+    Values that are not finite make the mean around them not finite.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    place = np.arange(len(y))
+    reach = np.minimum(window // 2, np.minimum(place, len(y) - 1 - place))
+    means: FloatArray = (sums[place + reach + 1] - sums[place - reach]) / (2 * reach + 1)
+    return means
 
 
 @dataclass(frozen=True)
@@ -62,7 +228,7 @@ class Curve:
     @cached_property
     def window(self) -> int:
         """Values that the running mean averages; 1 where none is drawn."""
-        return 1 + 2 * (self.drawn.values // MEANS // 2) if self.noisy else 1
+        return mean_window(self.drawn.values) if self.noisy else 1
 
     @cached_property
     def mean(self) -> Thinned | None:
@@ -286,3 +452,11 @@ def _path(points: Sequence[str]) -> str:
 
 def _area(x: FloatArray, low: FloatArray, high: FloatArray) -> str:
     return _path([*_points(x, high), *_points(x[::-1], low[::-1])]) + "Z"
+
+
+def _round_step(step: float) -> float:
+    """The next of 1, 2, 2.5, 5 times a power of ten; 0 for 0."""
+    if step <= 0:
+        return 0.0
+    power = 10.0 ** math.floor(math.log10(step))
+    return next(m * power for m in _ROUND if m * power >= step * (1 - 1e-9))

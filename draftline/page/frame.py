@@ -12,7 +12,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 import draftline
-from draftline.page.axis import number
+from draftline.page.chart import number
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from draftline.page.axis import number
-from draftline.page.chart import MEANS, Chart, Curve, hue, shade
-from draftline.page.thin import running_mean
+from draftline.page.chart import Chart, Curve, hue, mean_window, number, running_mean, shade
 from draftline.train.log import Column, Columns
 
 TRAINING, HELDOUT = hue(0), hue(1)
@@ -123,7 +121,7 @@ def _single(column: Column, title: str, unit: str = "", noisy: bool = False) -> 
 def _slots(columns: Mapping[int, Column], smooth: bool) -> tuple[list[Curve], str]:
     """One curve per slot, coloured in their order, and what must be said of it."""
     last = max(len(columns) - 1, 1)
-    window = 1 + 2 * (max((len(column) for column in columns.values()), default=0) // MEANS // 2) if smooth else 1
+    window = mean_window(max(map(len, columns.values()), default=0)) if smooth else 1
     curves = [
         Curve(f"slot {place}", c.steps, running_mean(c.values, window), shade(i / last), marks=not smooth)
         for i, (place, c) in enumerate(sorted(columns.items()))

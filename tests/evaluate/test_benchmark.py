@@ -24,7 +24,7 @@ from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation, Sampling
 from draftline.evaluate.result import EvaluationResult, result_table
 from draftline.evaluate.settings import EvaluationSettings
-from draftline.report.evaluation import token_slots
+from draftline.report.results import token_slots
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.model import Target, load_target, stop_token_ids, weights_fingerprint
 

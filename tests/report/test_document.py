@@ -1,4 +1,6 @@
-"""The page as a whole, from the command line: what is asked for is there, what is wrong is one line and no file."""
+"""The page as a whole, from the command line: what is asked for is there, what is wrong is one line and no file;
+its rows about settings, environment and data.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from typing import Any
 import pytest
 
 from draftline import cli
-from draftline.report.document import report_page
+from draftline.report.document import configuration, duration, environment, read_data_summary, report_page, sessions
+from draftline.train.run_folder import RunFolder
 from tests.report.synthetic_run import AUDIT, evaluation, write_run
 
 
@@ -142,3 +145,77 @@ def test_a_folder_that_may_not_be_written_is_one_line(folder: Path, capsys: pyte
         assert "report.html cannot be written" in refused([folder], capsys)
     finally:
         folder.chmod(0o700)
+
+
+def test_settings_that_differ_from_the_published_recipe_are_shown_beside_it(tmp_path: Path) -> None:
+    changed, settings = configuration(RunFolder.open(write_run(tmp_path / "run", lines=1)))
+    assert ["optim.clip_norm", "0.5", "1.0"] in changed
+    assert ["optim.clip_norm", "0.5"] in settings
+    assert not {"optim.learning_rate", "target.name"} & {row[0] for row in changed}
+
+
+def test_environment_names_code_versions_and_machine(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", lines=1)
+    rows = dict(environment(RunFolder.open(folder)))
+    assert rows["code"] == "0123abcd, with changes ffeeddccbbaa"
+    assert rows["versions"] == "draftline 0.1.0\ntorch 2.13.0"
+    assert sessions(RunFolder.open(folder)) == [["2026-01-01T00:00:00+00:00", "0", "? / ?", "draftline train"]]
+    (folder / "run.json").write_text(json.dumps({}))
+    assert environment(RunFolder.open(folder)) == []
+
+
+def test_durations_have_two_units() -> None:
+    assert [duration(s) for s in (0.5, 59.7, 61, 3600, 93784)] == [
+        "0.5 s",
+        "1 min 0 s",
+        "1 min 1 s",
+        "1 h 0 min",
+        "1 d 2 h",
+    ]
+
+
+REPORT = {
+    "rows_in": 12,
+    "rows_out": 10,
+    "dropped": {"not_json": {"count": 2, "first_line": 3, "first_file": "a.jsonl"}},
+    "flagged": {"answer_cut": {"count": 4, "first_line": 1, "first_file": "a.jsonl"}},
+    "tokens": 5000,
+    "supervised_tokens": 2500,
+    "supervised_share": 0.5,
+    "duplicate_share": 0.0,
+    "thinking": {"without_reasoning": 10},
+    "lengths": {"<= 1024": 1, "<= 256": 9},
+}
+
+
+def prepared(folder: Path, fingerprint: str) -> None:
+    folder.mkdir()
+    (folder / "report.json").write_text(json.dumps(REPORT))
+    (folder / "meta.json").write_text(
+        json.dumps({"fingerprint": fingerprint, "sources": ["a.jsonl"], "max_length": 3072})
+    )
+
+
+def test_counts_reasons_and_lengths_are_shown(tmp_path: Path) -> None:
+    prepared(tmp_path / "data", "d1-train")
+    data = read_data_summary(RunFolder.open(write_run(tmp_path / "run", lines=1)))
+    figures = dict(data.figures)
+    assert (figures["tokens"], figures["supervised share"], figures["conversations trained on"]) == (
+        "5,000",
+        "50.0%",
+        "410",
+    )
+    assert figures["reasoning"] == "without reasoning 10"
+    assert data.reasons == [
+        ["not json", "dropped", "2", "a.jsonl line 3"],
+        ["answer cut", "kept, flagged", "4", "a.jsonl line 1"],
+    ]
+    assert data.lengths is not None
+    assert (list(data.lengths.categories), data.lengths.groups[0][2]) == (["<= 256", "<= 1024"], [9, 1])
+
+
+def test_its_absence_and_other_data_in_its_place_are_said(tmp_path: Path) -> None:
+    run = RunFolder.open(write_run(tmp_path / "run", lines=1))
+    assert "is not here any more" in read_data_summary(run).absent
+    prepared(tmp_path / "data", "d2-train")
+    assert "holds other data now" in read_data_summary(run).absent

@@ -1,4 +1,4 @@
-"""What `draftline evaluate --json` measured: figures, acceptance by position, and answers coloured by slot."""
+"""What `draftline evaluate --json` measured and `draftline audit --json` found, as rows, bars and coloured answers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,17 @@ from typing import Any
 
 from draftline.config import DFlashConfig, flatten
 from draftline.errors import DataError
-from draftline.page.axis import number
-from draftline.page.chart import Bars, hue
-from draftline.report.run_folder import Row
-from draftline.train.run_folder import RunFolder
+from draftline.page.chart import Bars, hue, number
+from draftline.train.run_folder import AUDIT_FILE, RunFolder
+
+Row = list[str]
 
 SHOWN_ANSWERS = 6
 
 PARTS_HEAD = ("part", "acceptance length", "95 % interval", "prompts", "forwards")
+
+OUTCOMES = {"ok": "not found", "found": "found", "skipped": "skipped", "crashed": "could not run"}
+"""What a check may say of the fault that it looks for."""
 
 
 @dataclass(frozen=True)
@@ -123,14 +126,7 @@ def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
     turns = content["per_prompt"]
     told = [turn for turn in turns if "text_pieces" in turn]
     answers = sorted((_answer(turn) for turn in told), key=lambda answer: -answer.length)
-    absent = (
-        ""
-        if told
-        else (
-            f"{path.name} holds no text of the answers (an earlier version wrote it): "
-            "run `draftline evaluate --json` again."
-        )
-    )
+    earlier = f"{path.name} holds no text of the answers (an earlier version wrote it)"
     return Evaluation(
         name=path.name,
         acceptance_length=None if length is None else float(length),
@@ -143,7 +139,7 @@ def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
         charts=_charts(content),
         answers=_spread(answers),
         of_answers=len(turns),
-        absent=absent,
+        absent="" if told else f"{earlier}: run `draftline evaluate --json` again.",
         slots=len(rates),
     )
 
@@ -165,7 +161,7 @@ def _figures(content: Mapping[str, Any]) -> list[Row]:
         "tokens per second without": content["baseline_tokens_per_second"],
         "speed-up": content["speedup"],
     }
-    return [[name, v if isinstance(v, str) else number(v)] for name, v in found.items() if v is not None]
+    return named_rows(found)
 
 
 def _identity(content: Mapping[str, Any]) -> list[Row]:
@@ -175,7 +171,7 @@ def _identity(content: Mapping[str, Any]) -> list[Row]:
         "target": "target",
         "target_weights": "fingerprint of its weights as loaded",
     }
-    return [[name, str(content[key])] for key, name in names.items() if content.get(key) is not None]
+    return named_rows({name: content.get(key) for key, name in names.items()})
 
 
 def _settings(content: Mapping[str, Any]) -> list[Row]:
@@ -254,3 +250,106 @@ def _spread(answers: list[Answer]) -> list[Answer]:
     if len(answers) <= SHOWN_ANSWERS:
         return answers
     return [answers[round(i * (len(answers) - 1) / (SHOWN_ANSWERS - 1))] for i in range(SHOWN_ANSWERS)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One audit.
+
+    Attributes:
+        source: where it was read, and what it says of: the run before its start, or what `--audit` names.
+        findings: as the audit wrote them: `code`, `severity`, `title`, `evidence`, `fix`.
+        allowed: codes with which the run was started in spite of them.
+        areas: rows of area, and how many of its checks had each of the outcomes, and seconds.
+        open: rows of code, what it looks for, outcome and reason, of checks that could not look.
+        checks: rows of code, what it looks for, outcome and seconds, of all.
+    """
+
+    source: str
+    findings: list[dict[str, str]]
+    allowed: list[str]
+    areas: list[Row]
+    open: list[Row]
+    checks: list[Row]
+
+    @property
+    def sentence(self) -> str:
+        """The outcome in words."""
+        errors = sum(finding["severity"] == "error" for finding in self.findings)
+        passed = sum(int(row[1]) for row in self.areas)
+        return f"{errors} errors, {len(self.findings) - errors} warnings; {passed} checks passed."
+
+
+@dataclass(frozen=True)
+class _Check:
+    """One entry of `checks`; area and words are missing where an earlier version wrote the file."""
+
+    code: str
+    area: str
+    looks_for: str
+    status: str
+    reason: str
+    seconds: float
+
+    @staticmethod
+    def of(entry: Mapping[str, Any]) -> _Check:
+        code = str(entry["code"])
+        return _Check(
+            code=code,
+            area=str(entry.get("area", code[:3])),
+            looks_for=str(entry.get("looks_for", "")),
+            status=str(entry["status"]),
+            reason=str(entry.get("reason", "")),
+            seconds=float(entry["seconds"]),
+        )
+
+
+def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
+    """The audit in `given`; without it the one that `draftline train` left in the run's folder, None if there is none.
+
+    Raises:
+        DataError: the file is not a result of an audit.
+        CheckpointError: that of the run is damaged.
+    """
+    if given is None and run.audit is None:
+        return None
+    path = run.audit_path if given is None else given
+    try:
+        content: Any = run.audit if given is None else json.loads(given.read_text(encoding="utf-8"))
+        checks = [_Check.of(entry) for entry in content["checks"]]
+        findings = [
+            {key: str(f[key]) for key in ("code", "severity", "title", "evidence")}
+            | {"fix": str(f.get("fix", f.get("mend")))}
+            for f in content["findings"]  # audits of version 0.1 say "mend"
+        ]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} is not a result of an audit: give what `draftline audit --json` wrote") from error
+    source = f"Before the first step ({AUDIT_FILE} of the run)." if given is None else f"From {given}."
+    return Verdict(
+        source=source,
+        findings=findings,
+        allowed=list(run.allowed),
+        areas=_areas(checks),
+        open=[
+            [c.code, c.looks_for, OUTCOMES.get(c.status, c.status), c.reason]
+            for c in checks
+            if c.status not in ("ok", "found")
+        ],
+        checks=[[c.code, c.looks_for, OUTCOMES.get(c.status, c.status), number(c.seconds)] for c in checks],
+    )
+
+
+def _areas(checks: Sequence[_Check]) -> list[Row]:
+    """One row per area, in the order of the audit."""
+    rows = []
+    for area in dict.fromkeys(check.area for check in checks):
+        here = [check for check in checks if check.area == area]
+        counts = [sum(check.status == status for check in here) for status in OUTCOMES]
+        rows.append([area, *map(str, counts), number(sum(check.seconds for check in here))])
+    return rows
+
+
+def named_rows(found: Mapping[str, Any]) -> list[Row]:
+    """Names and values of what is known: numbers as in every table, words as they are."""
+    known = {name: value for name, value in found.items() if value is not None}
+    return [[name, value if isinstance(value, str) else number(value)] for name, value in known.items()]
