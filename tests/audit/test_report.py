@@ -12,12 +12,19 @@ from rich.console import Console
 from draftline.audit import CHECKS, run_audit
 from draftline.audit.finding import AREAS
 from draftline.audit.report import chosen_checks
+from draftline.audit.subject import AuditSubject
 from draftline.errors import ConfigError
 from draftline.train import drafter as drafter_module
-from tests.zoo.fault import with_config
-from tests.zoo.pipeline import Recipe, subject
+from tests.zoo.fault import shaped
+from tests.zoo.pipeline import Recipe, World, subject
 
 NO_DATA = Recipe(with_data=False)
+
+
+def _with_eos_as_mask(patch: pytest.MonkeyPatch) -> AuditSubject:
+    world = World.of(NO_DATA, patch)
+    shaped(world, mask_token_id=2)
+    return world.subject()
 
 
 def test_codes_and_areas_are_selected_and_ignored() -> None:
@@ -40,8 +47,8 @@ def test_every_check_needs_only_what_runs_before_it() -> None:
         assert all(order.index(code) < order.index(one.code) for code in one.needs), one.code
 
 
-def test_the_json_has_the_fixed_shape_and_the_status_follows_the_findings() -> None:
-    faulty = with_config(subject(NO_DATA), mask_token_id=2)
+def test_the_json_has_the_fixed_shape_and_the_status_follows_the_findings(monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = _with_eos_as_mask(monkeypatch)
     report = run_audit(faulty, select=["DRF009", "DRF012"])
     tree = report.to_json()
     assert list(tree) == ["findings", "checks"]
@@ -63,8 +70,8 @@ def test_code_that_raises_cannot_be_examined(monkeypatch: pytest.MonkeyPatch) ->
     assert report.exit_status == 2
 
 
-def test_the_report_is_readable_without_colour() -> None:
-    report = run_audit(with_config(subject(NO_DATA), mask_token_id=2), select=["DRF009", "OPT009"])
+def test_the_report_is_readable_without_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = run_audit(_with_eos_as_mask(monkeypatch), select=["DRF009", "OPT009"])
     out = io.StringIO()
     report.render(Console(file=out, width=200, no_color=True))
     text = out.getvalue()
@@ -74,8 +81,8 @@ def test_the_report_is_readable_without_colour() -> None:
     assert "audit: 1 errors, 0 warnings; 1 checks passed" in text
 
 
-def test_lines_are_whole_in_a_pipe_and_hang_in_a_terminal() -> None:
-    report = run_audit(with_config(subject(NO_DATA), mask_token_id=2), select=["DRF009", "OPT009", "DAT002"])
+def test_lines_are_whole_in_a_pipe_and_hang_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = run_audit(_with_eos_as_mask(monkeypatch), select=["DRF009", "OPT009", "DAT002"])
     piped, shown = io.StringIO(), io.StringIO()
     report.render(Console(file=piped, width=60))
     report.render(Console(file=shown, width=60, force_terminal=True, no_color=True))

@@ -1,4 +1,8 @@
-"""How a fault is planted: one named change to one part of a clean pipeline."""
+"""How a fault is planted: one named change to the code, the target or the data that a small run is made of.
+
+A plant gets a `World` before anything is put together, and changes what training, evaluation and export use, where
+they use it. Nothing here knows what the audit looks at.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
-from draftline.audit.subject import AuditSubject
+from draftline import run as run_module
 from draftline.draft.attention import BlockLayout
+from draftline.draft.block import FrozenTarget
+from draftline.draft.model import DFlashDraftModel
+from draftline.engine import rows as rows_module
 from draftline.records import CapturedSample, PackedBatch, Sample
-from tests.zoo.pipeline import Recipe
+from draftline.targets.loop import TargetForwardLoop
+from draftline.train import drafter as drafter_module
+from draftline.train import step as step_module
+from draftline.train.drafter import Drafter
+from tests.zoo.pipeline import Recipe, World
 
-Plant = Callable[[AuditSubject, pytest.MonkeyPatch], AuditSubject]
+Plant = Callable[[World], None]
 
 
 @dataclass(frozen=True)
@@ -26,8 +36,8 @@ class Fault:
         name: what is changed.
         kind: the entry of the list of known faults that it belongs to.
         code: what the audit has to report.
-        recipe: the pipeline it is planted in.
-        plant: changes the pipeline.
+        recipe: the run it is planted in.
+        plant: changes what the run is made of.
     """
 
     name: str
@@ -51,20 +61,42 @@ def fault(name: str, kind: str, code: str, recipe: Recipe | None = None) -> Call
     return register
 
 
-def capturing(subject: AuditSubject, change: Callable[[CapturedSample], CapturedSample]) -> AuditSubject:
-    """The subject with every captured sample changed."""
-    clean = subject.capture
-    return replace(subject, capture=lambda samples: [change(item) for item in clean(samples)])
+# Where the states come from.
+
+
+def capturing(world: World, change: Callable[[CapturedSample], CapturedSample]) -> None:
+    """Change every captured sample that a target loop hands on."""
+    clean = TargetForwardLoop.capture
+
+    def capture(loop: TargetForwardLoop, samples: Sequence[Sample]) -> list[CapturedSample]:
+        return [change(item) for item in clean(loop, samples)]
+
+    world.patch.setattr(TargetForwardLoop, "capture", capture)
 
 
 def with_states(item: CapturedSample, states: Tensor) -> CapturedSample:
     return replace(item, hidden_states_SLD=states)
 
 
-def packing(subject: AuditSubject, change: Callable[[PackedBatch], PackedBatch]) -> AuditSubject:
-    """The subject with every packed row changed."""
-    clean = subject.pack
-    return replace(subject, pack=lambda plan, captured: change(clean(plan, captured)))
+def with_last(item: CapturedSample, change: Callable[[Tensor], Tensor]) -> CapturedSample:
+    """Last states changed, where they are sent."""
+    last = item.verifier_last_hidden_SD
+    return item if last is None else replace(item, verifier_last_hidden_SD=change(last))
+
+
+def with_ids(item: CapturedSample, change: Callable[[Tensor], Tensor]) -> CapturedSample:
+    """Greedy tokens changed, where they are sent."""
+    ids = item.target_ids_S
+    return item if ids is None else replace(item, target_ids_S=change(ids))
+
+
+def packing(world: World, change: Callable[[PackedBatch], PackedBatch]) -> None:
+    """Change every packed row."""
+    clean = rows_module.pack
+    world.patch.setattr(rows_module, "pack", lambda plan, captured: change(clean(plan, captured)))
+
+
+# What the loss gets.
 
 
 class Between(nn.Module):
@@ -78,31 +110,89 @@ class Between(nn.Module):
         return self.inner(*self.change(states, embeddings, layout), attention)
 
 
-def losing(
-    subject: AuditSubject,
-    row: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
-    inputs: Callable[..., tuple[Tensor, Tensor, BlockLayout]] | None = None,
-) -> AuditSubject:
-    """The subject whose loss sees another row, or hands other inputs to the drafter."""
-    clean = subject.row_loss
-
-    def row_loss(draft_model: Any, batch: PackedBatch, *rest: Any) -> Any:
-        model = draft_model if inputs is None else Between(draft_model, inputs)
-        return clean(model, row(batch), *rest)
-
-    return replace(subject, row_loss=row_loss)
+def handing(world: World, change: Callable[..., tuple[Tensor, Tensor, BlockLayout]]) -> None:
+    """A loss that hands other inputs to the drafter."""
+    clean = step_module.drafted_states
+    world.patch.setattr(step_module, "drafted_states", lambda model, *rest: clean(Between(model, change), *rest))
 
 
-def with_config(subject: AuditSubject, **changes: Any) -> AuditSubject:
-    """The drafter's configuration changed after it was built."""
-    subject.draft_model.config = subject.draft_model.config.model_copy(update=changes)
-    return subject
+def losing(world: World, change: Callable[..., Any]) -> None:
+    """Another loss of a row, for training and evaluation: `change` gets the right one and its arguments."""
+    clean = step_module.row_loss
+    for module in (step_module, drafter_module):
+        world.patch.setattr(module, "row_loss", lambda *given: change(clean, *given))
 
 
-def with_samples(subject: AuditSubject, change: Callable[[Sample], Sample]) -> AuditSubject:
-    """The subject with every conversation of its data changed."""
-    assert subject.data is not None
-    return replace(subject, data=replace(subject.data, samples=[change(s) for s in subject.data.samples]))
+def seeing(world: World, change: Callable[[PackedBatch], PackedBatch]) -> None:
+    """A loss that sees another row."""
+    losing(world, lambda clean, model, row, *rest: clean(model, change(row), *rest))
+
+
+# What the run is made of.
+
+
+def on_model(world: World, change: Callable[[DFlashDraftModel], object]) -> None:
+    """Change every drafter's model that is made from now on, be it trained, loaded for export or decoded with."""
+    clean = DFlashDraftModel.__init__
+
+    def init(model: DFlashDraftModel, config: Any) -> None:
+        clean(model, config)
+        change(model)
+
+    world.patch.setattr(DFlashDraftModel, "__init__", init)
+
+
+def on_drafter(world: World, change: Callable[[Drafter], object]) -> None:
+    """Change every drafter in training that is made from now on, with its first weights."""
+    clean = Drafter.__init__
+
+    def init(drafter: Drafter, **given: Any) -> None:
+        clean(drafter, **given)
+        change(drafter)
+
+    world.patch.setattr(Drafter, "__init__", init)
+
+
+def on_frozen(world: World, change: Callable[[FrozenTarget], FrozenTarget]) -> None:
+    """Change what a training run borrows of the target."""
+    clean = run_module.frozen_target
+    world.patch.setattr(run_module, "frozen_target", lambda *given: change(clean(*given)))
+
+
+def on_optimizer(world: World, change: Callable[[DFlashDraftModel, Any], Any]) -> None:
+    """Change every optimiser that is made from now on; what `change` returns is used, or the same if it is nothing."""
+    clean = drafter_module.build_optimizer
+
+    def build(model: DFlashDraftModel, config: Any) -> Any:
+        optimizer = clean(model, config)
+        return change(model, optimizer) or optimizer
+
+    world.patch.setattr(drafter_module, "build_optimizer", build)
+
+
+def shaped(world: World, **changes: Any) -> None:
+    """Other fields in the shape that the drafter is built with."""
+    clean = run_module.resolve_drafter_config
+    world.patch.setattr(run_module, "resolve_drafter_config", lambda *given: clean(*given).model_copy(update=changes))
+
+
+def with_config(world: World, **changes: Any) -> None:
+    """Other fields in the shape that the drafter carries with it, and writes, than it was built with."""
+
+    def change(model: DFlashDraftModel) -> None:
+        model.config = model.config.model_copy(update=changes)
+
+    on_model(world, change)
+
+
+def with_samples(world: World, change: Callable[[Sample], Sample]) -> None:
+    """Every conversation that is trained on changed."""
+    world.samples = [change(sample) for sample in world.samples]
+
+
+def unchecked_data(world: World) -> None:
+    """Nobody compares the data with the target before the run."""
+    world.patch.setattr(run_module, "_check_data_fits", lambda _data, _target: None)
 
 
 def noise(like: Tensor, size: float, seed: int | None = None) -> Tensor:
@@ -116,7 +206,3 @@ def noise(like: Tensor, size: float, seed: int | None = None) -> Tensor:
 
 def layer_part(states: Tensor, index: int, width: int = 32) -> Tensor:
     return states[..., index * width : (index + 1) * width]
-
-
-def joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), dim=-1)

@@ -8,48 +8,58 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from draftline.audit.subject import AuditSubject
-from draftline.draft.model import DFlashDraftModel
 from draftline.evaluate import acceptance as acceptance_module
 from draftline.evaluate import generate as generate_module
+from draftline.evaluate.acceptance import Acceptance
 from draftline.evaluate.generate import Generation
+from draftline.evaluate.result import CountedAnswer
+from draftline.formats import write as write_module
 from tests.zoo.fault import fault
 from tests.zoo.faults_drafter import SLIDING
 from tests.zoo.faults_target import GEMMA, GRANITE
+from tests.zoo.pipeline import World
 
-Patch = pytest.MonkeyPatch
 Tree = dict[str, Any]
 
 
-def written(subject: AuditSubject, change: Callable[[Tree], None]) -> AuditSubject:
-    """The subject whose export leaves another config.json."""
-    clean = subject.export
+def _exporting(world: World, change: Callable[[Path], None]) -> None:
+    """Change every folder that an export leaves, behind its own checks."""
+    clean = write_module.write_folder
 
-    def export(model: DFlashDraftModel, folder: Path) -> None:
-        clean(model, folder)
+    def write(folder: Path, *rest: Any) -> None:
+        clean(folder, *rest)
+        change(folder)
+
+    world.patch.setattr(write_module, "write_folder", write)
+
+
+def written(world: World, change: Callable[[Tree], object]) -> None:
+    """Exports with another config.json."""
+
+    def rewrite(folder: Path) -> None:
         path = folder / "config.json"
         tree = json.loads(path.read_text())
         change(tree)
         path.write_text(json.dumps(tree))
 
-    return replace(subject, export=export)
+    _exporting(world, rewrite)
 
 
-def stored(subject: AuditSubject, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> AuditSubject:
-    """The subject whose export leaves other tensors."""
-    clean = subject.export
+def stored(world: World, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    """Exports with other tensors; what the file says of itself stays."""
 
-    def export(model: DFlashDraftModel, folder: Path) -> None:
-        clean(model, folder)
+    def rewrite(folder: Path) -> None:
         path = folder / "model.safetensors"
-        save_file(change(load_file(path)), path)
+        with safe_open(path, "pt") as file:
+            header = file.metadata()
+        save_file(change(load_file(path)), path, metadata=header)
 
-    return replace(subject, export=export)
+    _exporting(world, rewrite)
 
 
 def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -58,217 +68,215 @@ def _renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @fault("a tensor under another trainer's name", "B69", "EXP001")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return stored(subject, _renamed)
+def _(world: World) -> None:
+    stored(world, _renamed)
 
 
 @fault("a tensor left out", "B69", "EXP001")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return stored(subject, lambda t: {name: v for name, v in t.items() if "q_norm" not in name})
+def _(world: World) -> None:
+    stored(world, lambda t: {name: v for name, v in t.items() if "q_norm" not in name})
 
 
 @fault("norms written as 1 + w", "B38", "EXP001")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return stored(subject, lambda t: {name: v - 1.0 if v.ndim == 1 else v for name, v in t.items()})
+def _(world: World) -> None:
+    stored(world, lambda t: {name: v - 1.0 if v.ndim == 1 else v for name, v in t.items()})
 
 
 @fault("the export carries an embedding of its own", "B65", "EXP001")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return stored(subject, lambda t: {**t, "embed_tokens.weight": torch.zeros(96, 32)})
+def _(world: World) -> None:
+    stored(world, lambda t: {**t, "embed_tokens.weight": torch.zeros(96, 32)})
 
 
 @fault("num_target_layers left out", "B35", "EXP002")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.pop("num_target_layers"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.pop("num_target_layers"))
 
 
 @fault("target_layer_ids left to be computed by the reader", "B35", "EXP002")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].pop("target_layer_ids"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].pop("target_layer_ids"))
 
 
 @fault("block_size at top level only", "B42", "EXP002")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].pop("block_size"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].pop("block_size"))
 
 
 @fault("no dtype", "B73", "EXP002")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.pop("dtype"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.pop("dtype"))
 
 
 @fault("the mask token left out", "B64", "EXP002")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].pop("mask_token_id"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].pop("mask_token_id"))
 
 
 @fault("layer ids written plus one", "B32", "EXP003")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].update(target_layer_ids=[1, 3]))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].update(target_layer_ids=[1, 3]))
 
 
 @fault("layer ids of another depth", "B36", "EXP003")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].update(target_layer_ids=[0, 1]))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].update(target_layer_ids=[0, 1]))
 
 
 @fault("num_target_layers written as the number of captured layers", "B35", "EXP003")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(num_target_layers=2))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(num_target_layers=2))
 
 
 @fault("a bidirectional drafter written as causal", "B58", "EXP004")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(is_causal=True))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(is_causal=True))
 
 
 @fault("causal sliding layers written as bidirectional", "B58", "EXP004", SLIDING)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(is_causal=False))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(is_causal=False))
 
 
 @fault("the window left out", "B58", "EXP005", SLIDING)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(sliding_window=None))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(sliding_window=None))
 
 
 @fault("another window written", "B58", "EXP005", SLIDING)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(sliding_window=64))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(sliding_window=64))
 
 
 @fault("layer types written as full attention", "B58", "EXP005", SLIDING)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(layer_types=["full_attention"] * 2, is_causal=True))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(layer_types=["full_attention"] * 2, is_causal=True))
 
 
 @fault("use_sliding_window is false although layers slide", "B58", "EXP005", SLIDING)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(use_sliding_window=False))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(use_sliding_window=False))
 
 
 @fault("rope_theta written wrong", "B55", "EXP006")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(rope_theta=500000.0))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(rope_theta=500000.0))
 
 
 @fault("a rotary scaling that was not trained", "B55", "EXP006")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(rope_scaling={"rope_type": "linear", "factor": 4.0}))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(rope_scaling={"rope_type": "linear", "factor": 4.0}))
 
 
 @fault("partial rotary written", "B53", "EXP006")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(partial_rotary_factor=0.25))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(partial_rotary_factor=0.25))
 
 
 @fault("positions written as the training length", "B54", "EXP006")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(max_position_embeddings=64))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(max_position_embeddings=64))
 
 
 @fault("another block size inside than outside", "B42", "EXP007")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(block_size=16))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(block_size=16))
 
 
 @fault("block size written as drafted tokens", "B42", "EXP007")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     def change(tree: Tree) -> None:
         tree["block_size"] = tree["dflash_config"]["block_size"] = 7
 
-    return written(subject, change)
+    written(world, change)
 
 
 @fault("the pad token written as mask token", "B61", "EXP007")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].update(mask_token_id=0))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].update(mask_token_id=0))
 
 
 @fault("scaling of the embedding not written", "B70", "EXP008", GEMMA)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].pop("input_embedding_scale"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].pop("input_embedding_scale"))
 
 
 @fault("soft cap not written", "B70", "EXP008", GEMMA)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].pop("final_logit_softcapping"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].pop("final_logit_softcapping"))
 
 
 @fault("scaling of the logits not written", "B70", "EXP008", GRANITE)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].pop("output_multiplier"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].pop("output_multiplier"))
 
 
 @fault("dtype written is not that of the tensors", "B81", "EXP009")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(dtype="float16"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(dtype="float16"))
 
 
 @fault("fields of the target's family in the config", "B83", "EXP010")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(num_experts=8, attn_output_gate=True))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(num_experts=8, attn_output_gate=True))
 
 
 @fault("auto_map points at a file that is not there", "B83", "EXP010")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(auto_map={"AutoModel": "dflash.DFlashDraftModel"}))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(auto_map={"AutoModel": "dflash.DFlashDraftModel"}))
 
 
 @fault("vocab_size of the tokenizer written", "B65", "EXP011")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(vocab_size=90))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(vocab_size=90))
 
 
 @fault("tie_word_embeddings inherited from the target", "B66", "EXP011")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(tie_word_embeddings=True))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(tie_word_embeddings=True))
 
 
 @fault("an architecture that readers do not know", "B83", "EXP011")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(architectures=["Qwen3ForCausalLM"]))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(architectures=["Qwen3ForCausalLM"]))
 
 
 @fault("another eps written", "B55", "EXP012")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(rms_norm_eps=0.1))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(rms_norm_eps=0.1))
 
 
 @fault("another number of heads written", "B83", "EXP012")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(head_dim=8, num_attention_heads=4, num_key_value_heads=2))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(head_dim=8, num_attention_heads=4, num_key_value_heads=2))
 
 
 # Decoding.
 
 
 @fault("every drafted token is accepted", "B103", "EVL001")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     clean = generate_module.verify_greedy
 
     def accept(drafted: Tensor, logits: Tensor) -> tuple[int, int]:
         _, _ = clean(drafted, logits)
         return len(drafted), int(logits[-1].argmax())
 
-    patch.setattr(generate_module, "verify_greedy", accept)
-    return subject
+    world.patch.setattr(generate_module, "verify_greedy", accept)
 
 
 @fault("the bonus token is taken one place late", "B103", "EVL001")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     clean = generate_module.verify_greedy
 
     def late(drafted: Tensor, logits: Tensor) -> tuple[int, int]:
         accepted, _ = clean(drafted, logits)
         return accepted, int(logits[min(accepted + 1, len(logits) - 1)].argmax())
 
-    patch.setattr(generate_module, "verify_greedy", late)
-    return subject
+    world.patch.setattr(generate_module, "verify_greedy", late)
 
 
 @fault("the target's cache keeps rejected tokens", "B103", "EVL001")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     from draftline.evaluate.target_state import TargetState
 
     clean = TargetState.keep
@@ -276,130 +284,117 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
     def keep(state: TargetState, count: int) -> None:
         clean(state, min(count + 1, state._new_ids.shape[1]))
 
-    patch.setattr(TargetState, "keep", keep)
-    return subject
+    world.patch.setattr(TargetState, "keep", keep)
 
 
 @fault("only the first drafted token is ever accepted", "B103", "EVL002")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     clean = generate_module.verify_greedy
 
     def first(drafted: Tensor, logits: Tensor) -> tuple[int, int]:
         accepted = min(clean(drafted, logits)[0], 1)
         return accepted, int(logits[accepted].argmax())
 
-    patch.setattr(generate_module, "verify_greedy", first)
-    return subject
+    world.patch.setattr(generate_module, "verify_greedy", first)
 
 
 @fault("the prompt's forward is counted", "B100", "EVL002")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    clean = subject.generate
+def _(world: World) -> None:
+    clean = generate_module.decode
 
-    def generate(*args: Any, **given: Any) -> Generation:
-        made = clean(*args, **given)
+    def decode(*given: Any) -> Generation:
+        made = clean(*given)
         return replace(made, accepted_per_forward=[0, *made.accepted_per_forward])
 
-    return replace(subject, generate=generate)
+    world.patch.setattr(generate_module, "decode", decode)
 
 
 @fault("acceptance length without the bonus token", "B94", "EVL003")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    clean = subject.acceptance_length
-    return replace(subject, acceptance_length=lambda generations: clean(generations) - 1)
+def _(world: World) -> None:
+    def accepted(answer: CountedAnswer) -> Acceptance:
+        forwards = len(answer.accepted_per_forward)
+        return Acceptance(answer.output_length - 1 - forwards, forwards)
+
+    world.patch.setattr(CountedAnswer, "acceptance", property(accepted))
 
 
 @fault("acceptance length averaged over answers", "B94", "EVL003")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    def macro(generations: Sequence[Generation]) -> float:
-        return sum((len(g.output_ids) - 1) / g.target_forwards for g in generations) / len(generations)
+def _(world: World) -> None:
+    def macro(parts: Sequence[Acceptance]) -> Acceptance:
+        forwards = sum(part.forwards for part in parts)
+        mean = sum(part.length for part in parts) / max(1, len(parts))
+        return Acceptance(mean * forwards, forwards)
 
-    return replace(subject, acceptance_length=macro)
+    world.patch.setattr(Acceptance, "total", staticmethod(macro))
 
 
-def _drafting(subject: AuditSubject, patch: Patch, change: Callable[[Tensor], Tensor]) -> AuditSubject:
+def _drafting(world: World, change: Callable[[Tensor], Tensor]) -> None:
     """Decoding whose drafter gets other states than training gave it."""
     clean = generate_module.BlockDrafter.extend
 
     def extend(drafter: Any, hidden_states: Tensor) -> None:
         clean(drafter, change(hidden_states))
 
-    patch.setattr(generate_module.BlockDrafter, "extend", extend)
-    return subject
+    world.patch.setattr(generate_module.BlockDrafter, "extend", extend)
 
 
 @fault("decoding feeds captured layers in another order", "B34", "EVL004")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    return _drafting(subject, patch, lambda states: states.roll(32, -1))
+def _(world: World) -> None:
+    _drafting(world, lambda states: states.roll(32, -1))
 
 
 @fault("decoding drops the last state of each forward", "B41", "EVL004")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    return _drafting(subject, patch, lambda states: torch.cat([states[:, :-1], states[:, :1]], dim=1))
+def _(world: World) -> None:
+    _drafting(world, lambda states: torch.cat([states[:, :-1], states[:, :1]], dim=1))
 
 
 @fault("decoding anchors blocks at the mask token", "B41", "EVL004")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     clean = generate_module.BlockDrafter.propose
-    patch.setattr(generate_module.BlockDrafter, "propose", lambda drafter, _anchor: clean(drafter, 95))
-    return subject
+    world.patch.setattr(generate_module.BlockDrafter, "propose", lambda drafter, _anchor: clean(drafter, 95))
 
 
 @fault("the estimate averages over all anchors", "B98", "EVL005")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     def mean(streaks: Sequence[int]) -> acceptance_module.Acceptance:
         return acceptance_module.Acceptance(sum(streaks) + len(streaks), len(streaks))
 
-    patch.setattr(acceptance_module, "walk", mean)
-    return subject
+    world.patch.setattr(acceptance_module, "walk", mean)
 
 
 @fault("the estimate counts from slot 0", "B98", "EVL005")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     clean = acceptance_module.walk
-    patch.setattr(acceptance_module, "walk", lambda streaks: clean([s + 1 for s in streaks]))
-    return subject
-
-
-@fault("data rendered with thinking, served without", "B99", "EVL007")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    return replace(subject, data=replace(subject.data, meta={"template_options": {"enable_thinking": True}}))
-
-
-@fault("half of the answers think first", "W47", "EVL007")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    report = {"thinking": {"with_reasoning": 50, "without_reasoning": 50}}
-    return replace(subject, data=replace(subject.data, report=report))
+    world.patch.setattr(acceptance_module, "walk", lambda streaks: clean([s + 1 for s in streaks]))
 
 
 @fault("the other slot layout written", "B42", "EXP007")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree["dflash_config"].update(sample_from_anchor=True))
+def _(world: World) -> None:
+    written(world, lambda tree: tree["dflash_config"].update(sample_from_anchor=True))
 
 
 @fault("another activation written", "B83", "EXP012")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(hidden_act="gelu"))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(hidden_act="gelu"))
 
 
 @fault("biases written that the drafter does not have", "B83", "EXP012")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(attention_bias=True))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(attention_bias=True))
 
 
 @fault("dropout of the target's family written", "B83", "EXP012")
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(attention_dropout=0.1))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(attention_dropout=0.1))
 
 
 @fault("decoding goes on behind a stop token", "B103", "EVL001")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    patch.setattr(generate_module, "_cut", lambda tokens, room, _stop: tokens[:room])
-    return subject
+def _(world: World) -> None:
+    world.patch.setattr(generate_module, "_cut", lambda tokens, room, _stop: tokens[:room])
 
 
 @fault("a block that is right as a whole loses its last token", "B103", "EVL002")
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     clean = generate_module.verify_greedy
 
     def verify(drafted: Tensor, logits: Tensor) -> tuple[int, int]:
@@ -407,5 +402,4 @@ def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
         whole = accepted == len(drafted) > 0
         return (accepted - 1, int(drafted[-1])) if whole else (accepted, bonus)
 
-    patch.setattr(generate_module, "verify_greedy", verify)
-    return subject
+    world.patch.setattr(generate_module, "verify_greedy", verify)

@@ -4,104 +4,101 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-from draftline.audit.subject import AuditSubject
+from draftline import run as run_module
+from draftline.data.vocabulary import ReducedVocabulary
+from draftline.draft import model as model_module
+from draftline.draft.block import FrozenTarget
 from draftline.evaluate import generate as generate_module
 from draftline.targets.head import ReducedHead
-from tests.zoo.fault import fault
+from draftline.train.drafter import Drafter
+from tests.zoo.fault import fault, on_drafter, on_frozen
 from tests.zoo.faults_serving import stored, written
-from tests.zoo.pipeline import REDUCED, VOCABULARY, Recipe
+from tests.zoo.pipeline import REDUCED, VOCABULARY, Recipe, World
 
-Patch = pytest.MonkeyPatch
 LAST_HIDDEN = Recipe(settings={"pipeline": {"send": "last_hidden"}})
 
 
-def _kept_ids(subject: AuditSubject) -> Tensor:
-    kept_ids = subject.draft_model.kept_ids
-    assert kept_ids is not None
-    return kept_ids
+def _kept(world: World, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Another mapping, made from the counts of tokens [V] and the right one [Vd], in drafter and loss alike."""
+    clean = run_module.reduce_vocabulary
 
+    def reduce(counts_V: Tensor, size: int, always: Any) -> ReducedVocabulary:
+        right = clean(counts_V, size, always)
+        return replace(right, kept_ids=change(counts_V, right.kept_ids))
 
-def _head(subject: AuditSubject) -> ReducedHead:
-    head = subject.frozen.head
-    assert isinstance(head, ReducedHead)
-    return head
-
-
-def _kept(subject: AuditSubject, kept_ids: Tensor) -> AuditSubject:
-    """The subject with another mapping, in drafter and loss alike."""
-    subject.draft_model.keep_tokens(kept_ids)
-    return replace(subject, frozen=replace(subject.frozen, head=ReducedHead(subject.target.head, kept_ids)))
+    world.patch.setattr(run_module, "reduce_vocabulary", reduce)
 
 
 @fault("d2t holds absolute ids", "P9", "DRF013", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    assert subject.draft_model.d2t is not None
-    subject.draft_model.d2t.copy_(_kept_ids(subject))
-    return subject
+def _(world: World) -> None:
+    world.patch.setattr(model_module, "offsets_of", lambda kept_ids: kept_ids)
 
 
 @fault("the reduced head has the rows of the next ids", "P9", "DRF013", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    rows = (_kept_ids(subject) + 1) % VOCABULARY
-    _head(subject).lm_head.get_parameter("weight").copy_(subject.target.head.lm_head.get_parameter("weight")[rows])
-    return subject
+def _(world: World) -> None:
+    def next_rows(frozen: FrozenTarget) -> FrozenTarget:
+        head, whole = frozen.head, world.target.head
+        assert isinstance(head, ReducedHead)
+        rows = (head.kept_ids + 1) % VOCABULARY
+        head.lm_head.get_parameter("weight").copy_(whole.lm_head.get_parameter("weight")[rows])
+        return frozen
+
+    on_frozen(world, next_rows)
 
 
 @fault("the loss maps rows to the next ids", "P9", "DRF013", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    _head(subject).kept_ids.add_(1)
-    return subject
+def _(world: World) -> None:
+    def moved(drafter: Drafter) -> None:
+        assert isinstance(drafter.frozen.head, ReducedHead)
+        drafter.frozen.head.kept_ids.add_(1)
+
+    on_drafter(world, moved)
 
 
 @fault("the mapping is ordered by frequency", "P9", "DRF013", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return _kept(subject, _kept_ids(subject).flip(0))
+def _(world: World) -> None:
+    _kept(world, lambda _counts, kept_ids: kept_ids.flip(0))
 
 
 @fault("the mapping names a token twice", "P9", "DRF013", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    kept_ids = _kept_ids(subject)
-    kept_ids[7] = kept_ids[6]
-    return _kept(subject, kept_ids)
+def _(world: World) -> None:
+    _kept(world, lambda _counts, kept_ids: kept_ids.index_copy(0, torch.tensor([7]), kept_ids[6:7]))
 
 
 @fault("the loss uses the whole head", "B65", "DRF013", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return replace(subject, frozen=replace(subject.frozen, head=subject.frozen.head.whole))
+def _(world: World) -> None:
+    def whole(drafter: Drafter) -> None:
+        drafter.frozen = replace(drafter.frozen, head=drafter.frozen.head.whole)
+
+    on_drafter(world, whole)
 
 
 @fault("a reduced head that nobody asked for", "B67", "DRF013", LAST_HIDDEN)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    head = ReducedHead(subject.target.head, torch.arange(32))
-    return replace(subject, frozen=replace(subject.frozen, head=head))
+def _(world: World) -> None:
+    on_frozen(world, lambda frozen: replace(frozen, head=ReducedHead(world.target.head, torch.arange(32))))
 
 
 @fault("the most frequent tokens left out", "P9", "DAT012", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    assert subject.data is not None
-    said = torch.cat([sample.input_ids[sample.loss_mask] for sample in subject.data.samples])
-    rarest = torch.bincount(said, minlength=VOCABULARY).sort(stable=True).indices[: len(_kept_ids(subject))]
-    return _kept(subject, rarest.sort().values)
+def _(world: World) -> None:
+    _kept(world, lambda counts, kept: counts.sort(stable=True).indices[: len(kept)].sort().values)
 
 
 @fault("labels outside the vocabulary become its first row", "P9", "LOS002", REDUCED)
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
+def _(world: World) -> None:
     def label_rows(head: ReducedHead, ids: Tensor, _last_hidden: Tensor, _chunk_size: int) -> Tensor:
         return (ids[:, None] == head.kept_ids).long().argmax(-1)
 
-    patch.setattr(ReducedHead, "label_rows", label_rows)
-    return subject
+    world.patch.setattr(ReducedHead, "label_rows", label_rows)
 
 
 @fault("drafted rows are taken for tokens", "P9", "EVL002", REDUCED)
-def _(subject: AuditSubject, patch: Patch) -> AuditSubject:
-    patch.setattr(generate_module, "greedy_tokens", lambda hidden, head: head.logits(hidden).argmax(-1))
-    return subject
+def _(world: World) -> None:
+    world.patch.setattr(generate_module, "greedy_tokens", lambda hidden, head: head.logits(hidden).argmax(-1))
 
 
 def _tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
@@ -109,27 +106,31 @@ def _tensor(name: str, change: Callable[[Tensor], Tensor]) -> Callable[[dict[str
 
 
 @fault("the export writes absolute ids as d2t", "P9", "EXP001", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return stored(subject, _tensor("d2t", lambda d2t: d2t + torch.arange(len(d2t))))
+def _(world: World) -> None:
+    stored(world, _tensor("d2t", lambda d2t: d2t + torch.arange(len(d2t))))
 
 
 @fault("the exported t2d and d2t disagree", "P9", "EXP011", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return stored(subject, _tensor("t2d", lambda t2d: t2d.roll(1)))
+def _(world: World) -> None:
+    stored(world, _tensor("t2d", lambda t2d: t2d.roll(1)))
 
 
 @fault("the exported head has the rows of the next ids", "B66", "EXP011", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    whole = subject.target.head.lm_head.get_parameter("weight")
-    rows = (_kept_ids(subject) + 1) % VOCABULARY
-    return stored(subject, _tensor("lm_head.weight", lambda _: whole.detach()[rows].clone()))
+def _(world: World) -> None:
+    whole = world.target.head.lm_head.get_parameter("weight").detach()
+
+    def next_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        rows = (tensors["d2t"] + torch.arange(len(tensors["d2t"])) + 1) % VOCABULARY
+        return {**tensors, "lm_head.weight": whole[rows].to(tensors["lm_head.weight"].dtype)}
+
+    stored(world, next_rows)
 
 
 @fault("the reduced head is not exported", "B65", "EXP011", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return stored(subject, lambda t: {name: tensor for name, tensor in t.items() if name != "lm_head.weight"})
+def _(world: World) -> None:
+    stored(world, lambda t: {name: tensor for name, tensor in t.items() if name != "lm_head.weight"})
 
 
 @fault("draft_vocab_size is written as the whole vocabulary", "B65", "EXP011", REDUCED)
-def _(subject: AuditSubject, _patch: Patch) -> AuditSubject:
-    return written(subject, lambda tree: tree.update(draft_vocab_size=VOCABULARY))
+def _(world: World) -> None:
+    written(world, lambda tree: tree.update(draft_vocab_size=VOCABULARY))

@@ -1,4 +1,4 @@
-"""Small real pipelines for the zoo: a random target of four layers, its own answers as data, a fresh drafter."""
+"""Small real runs for the zoo: a random target of four layers, its own answers as data, a fresh drafter."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.decoders import Fuse
@@ -21,14 +22,14 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftline.audit.folders import MemoryConversations, subject_of_run, subject_to_come
+from draftline.audit.folders import MemoryConversations, drawn_data, subject_of_run
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
 from draftline.data.conversations import hash_json
 from draftline.data.split import RunData
 from draftline.data.template import tokenizer_hash
 from draftline.records import Sample
-from draftline.run import assemble
+from draftline.run import Run, assemble
 from draftline.targets.model import Target, build_target
 
 VOCABULARY = 96
@@ -103,22 +104,66 @@ def small_target(config: PretrainedConfig, seed: int = 0) -> Target:
     return build_target("zoo", random_model(config, seed), None)
 
 
+@dataclass
+class World:
+    """A run before it is put together: what it will be made of, all of which a plant may change.
+
+    Attributes:
+        config: settings of the run.
+        target: one live object, used by every run that is assembled from here.
+        samples: conversations to train on; none: there is no data yet.
+        heldout: conversations to be measured with.
+        report, meta: what the prepared folder says of them.
+        patch: changes code until the end of the test.
+    """
+
+    config: RunConfig
+    target: Target
+    samples: list[Sample]
+    heldout: list[Sample]
+    report: dict[str, Any]
+    meta: dict[str, Any]
+    patch: pytest.MonkeyPatch
+
+    @staticmethod
+    def of(recipe: Recipe, patch: pytest.MonkeyPatch) -> World:
+        """A clean one."""
+        config, target = run_config(recipe.settings), small_target(recipe.target)
+        if recipe.chat:
+            target = replace(target, tokenizer=chat_tokenizer())
+        data = _answers(target, recipe) or PreparedData([])
+        return World(config, target, [*data.samples], [*data.heldout], data.report, data.meta, patch)
+
+    @property
+    def data(self) -> RunData:
+        """The conversations, numbered anew."""
+        if not self.samples:
+            return drawn_data(self.target, self.config.drafter.mask_token_id)
+        numbered = [replace(sample, sample_id=i) for i, sample in enumerate([*self.samples, *self.heldout])]
+        conversations, ids = MemoryConversations(numbered, "zoo"), np.arange(len(numbered))
+        return RunData(conversations, ids[: len(self.samples)], conversations, ids[len(self.samples) :])
+
+    def set(self, section: str, **values: object) -> None:
+        """Change settings of one section."""
+        part = getattr(self.config, section).model_copy(update=values)
+        self.config = self.config.model_copy(update={section: part})
+
+    def assemble(self) -> Run:
+        """A run, with everything that was planted."""
+        return assemble(self.config, self.target, self.data)
+
+    def subject(self) -> AuditSubject:
+        """The same for an audit."""
+        if not self.samples:
+            return AuditSubject(self.assemble())
+        made = subject_of_run(self.assemble())
+        assert made.data is not None
+        return replace(made, data=replace(made.data, report=self.report, meta=self.meta))
+
+
 def subject(recipe: Recipe | None = None) -> AuditSubject:
-    """A clean pipeline."""
-    recipe = recipe or Recipe()
-    config = run_config(recipe.settings)
-    target = small_target(recipe.target)
-    if recipe.chat:
-        target = replace(target, tokenizer=chat_tokenizer())
-    data = _answers(target, recipe)
-    if data is None:
-        return subject_to_come(config, target)
-    conversations = MemoryConversations([*data.samples, *data.heldout], "zoo")
-    ids = np.arange(len(conversations))
-    chosen = RunData(conversations, ids[: len(data.samples)], conversations, ids[len(data.samples) :])
-    made = subject_of_run(assemble(config, target, chosen))
-    assert made.data is not None
-    return replace(made, data=replace(made.data, report=data.report, meta=data.meta))
+    """A clean run for an audit."""
+    return World.of(recipe or Recipe(), pytest.MonkeyPatch()).subject()
 
 
 _ANSWERED: dict[str, PreparedData] = {}

@@ -12,14 +12,12 @@ from collections.abc import Callable
 import pytest
 
 from draftline.audit import CHECKS, AuditReport, run_audit
-from tests.zoo import faults_drafter, faults_serving, faults_target, faults_training, faults_vocabulary
+from tests.zoo import faults_data, faults_drafter, faults_serving, faults_target, faults_training, faults_vocabulary
 from tests.zoo.conftest import COLUMNS
 from tests.zoo.fault import ZOO, Fault
-from tests.zoo.pipeline import subject
+from tests.zoo.pipeline import World
 
-pytestmark = pytest.mark.skip("faults are being moved into what a run uses")
-
-ENTRIES = (faults_target, faults_drafter, faults_training, faults_serving, faults_vocabulary)
+ENTRIES = (faults_target, faults_data, faults_drafter, faults_training, faults_serving, faults_vocabulary)
 """Importing them fills the zoo."""
 
 IDS = [f"{planted.code}-{planted.name}" for planted in ZOO]
@@ -28,7 +26,9 @@ Record = Callable[[str, str], None]
 
 def audited(planted: Fault, patch: pytest.MonkeyPatch, record: Record, select: tuple[str, ...]) -> AuditReport:
     """Plant a fault, audit, and note the row of the table."""
-    faulty = planted.plant(subject(planted.recipe), patch)
+    world = World.of(planted.recipe, patch)
+    planted.plant(world)
+    faulty = world.subject()
     started = time.perf_counter()
     report = run_audit(faulty, select)
     found = " ".join(finding.code for finding in report.findings)

@@ -1,0 +1,139 @@
+"""Faults of packed rows and of the data itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from draftline.records import Sample
+from tests.zoo.fault import fault, packing, unchecked_data, with_samples
+from tests.zoo.pipeline import Recipe, World, chat_tokenizer
+
+CHAT = Recipe(chat=True)
+
+
+# Packing.
+
+
+@fault("positions go on from one conversation to the next", "B51", "DAT001")
+def _(world: World) -> None:
+    packing(world, lambda row: replace(row, position_ids=torch.arange(row.input_ids.shape[1])[None]))
+
+
+@fault("one document for the whole row", "B51", "DAT001")
+def _(world: World) -> None:
+    packing(world, lambda row: replace(row, document_ids=torch.zeros_like(row.document_ids)))
+
+
+@fault("loss mask one place late", "B43", "DAT001")
+def _(world: World) -> None:
+    packing(world, lambda row: replace(row, loss_mask=row.loss_mask.roll(1, 1)))
+
+
+@fault("states of the row one token off", "B25", "DAT001")
+def _(world: World) -> None:
+    packing(world, lambda row: replace(row, hidden_states_packed=row.hidden_states_packed.roll(1, 1)))
+
+
+@fault("training targets of the row shifted", "B43", "DAT001")
+def _(world: World) -> None:
+    packing(world, lambda row: replace(row, target_ids=row.target_ids.roll(-1, 1)))
+
+
+# Conversations.
+
+
+@fault("nothing is supervised", "B05", "DAT002")
+def _(world: World) -> None:
+    with_samples(world, lambda s: replace(s, loss_mask=torch.zeros_like(s.loss_mask)))
+
+
+@fault("answers cut off by the length limit in some rows", "B06", "DAT002")
+def _(world: World) -> None:
+    with_samples(world, lambda s: replace(s, loss_mask=s.loss_mask & torch.tensor(s.sample_id % 2 == 0)))
+
+
+@fault("the user's text is supervised", "B03", "DAT003", CHAT)
+def _(world: World) -> None:
+    with_samples(world, lambda s: replace(s, loss_mask=~s.loss_mask))
+
+
+@fault("the mask begins two tokens early", "B04", "DAT003", CHAT)
+def _(world: World) -> None:
+    with_samples(world, lambda s: replace(s, loss_mask=s.loss_mask | s.loss_mask.roll(-2)))
+
+
+@fault("the end of the turn is not supervised", "B105", "DAT004", CHAT)
+def _(world: World) -> None:
+    end = chat_tokenizer().convert_tokens_to_ids("<|im_end|>")
+    with_samples(world, lambda s: replace(s, loss_mask=s.loss_mask & (s.input_ids != end)))
+
+
+@fault("answers that somebody else wrote", "B18", "DAT005")
+def _(world: World) -> None:
+    generator = torch.Generator().manual_seed(1)
+
+    def foreign(sample: Sample) -> Sample:
+        others = torch.randint(3, 95, sample.input_ids.shape, generator=generator)
+        return replace(sample, input_ids=torch.where(sample.loss_mask, others, sample.input_ids))
+
+    with_samples(world, foreign)
+
+
+@fault("two BOS tokens", "B14", "DAT006")
+def _(world: World) -> None:
+    def doubled(sample: Sample) -> Sample:
+        ids = sample.input_ids.clone()
+        ids[:2] = 1
+        return replace(sample, input_ids=ids)
+
+    with_samples(world, doubled)
+
+
+@fault("ids of another tokenizer", "B26", "DAT006")
+def _(world: World) -> None:
+    unchecked_data(world)
+    world.samples = [Sample(0, torch.tensor([5, 200, 6, 7]), torch.tensor([False, True, True, True]))]
+
+
+@fault("held-out conversations are trained on", "W40", "DAT007")
+def _(world: World) -> None:
+    world.heldout = world.samples[:3]
+
+
+@fault("the same conversation many times", "W40", "DAT007")
+def _(world: World) -> None:
+    world.samples = [world.samples[0]] * 8
+
+
+@fault("answers of one token", "B07", "DAT008")
+def _(world: World) -> None:
+    with_samples(world, lambda s: replace(s, loss_mask=torch.arange(len(s)) == 12))
+
+
+@fault("conversations longer than the positions", "B54", "DAT009")
+def _(world: World) -> None:
+    unchecked_data(world)
+    with_samples(world, lambda s: Sample(s.sample_id, s.input_ids.repeat(20), s.loss_mask.repeat(20)))
+
+
+@fault("rows vanish without a reason", "B02", "DAT010")
+def _(world: World) -> None:
+    world.report = {"rows_in": 1000, "rows_out": 10, "dropped": {"empty": {"count": 1, "first_line": 3}}}
+
+
+@fault("the template changed after the data was prepared", "B15", "DAT011", CHAT)
+def _(world: World) -> None:
+    tokenizer = world.target.require_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("\n", "")
+
+
+@fault("data rendered with thinking, served without", "B99", "EVL007")
+def _(world: World) -> None:
+    world.meta = {"template_options": {"enable_thinking": True}}
+
+
+@fault("half of the answers think first", "W47", "EVL007")
+def _(world: World) -> None:
+    world.report = {"thinking": {"with_reasoning": 50, "without_reasoning": 50}}
