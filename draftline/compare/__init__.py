@@ -4,7 +4,6 @@ trajectory   one run or log as columns      curves   values at places, places of
 differences  what the runs differ in        groups   the comparison itself      view   text, page and pictures
 """
 
-from draftline.compare.comparison import Comparison
-from draftline.compare.groups import compare_groups, name_groups
+from draftline.compare.groups import Comparison, compare_groups, name_groups
 
 __all__ = ["Comparison", "compare_groups", "name_groups"]

@@ -12,8 +12,8 @@ import numpy as np
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from draftline.compare.comparison import Comparison, Pair, SamePlace, Sooner
 from draftline.compare.curves import Curve, Estimate
+from draftline.compare.groups import Comparison, Pair, SamePlace, Sooner
 from draftline.compare.trajectory import AXES, Axis
 from draftline.errors import DataError
 from draftline.page.chart import Chart, hue, number
@@ -59,7 +59,7 @@ def _other_axes(pair: Pair) -> list[Text]:
         last, sooner = along.same_place[-1], along.headline
         if axis != "step":
             ending = "" if sooner is None else f"; {sooner_words(sooner)} times sooner at {number(sooner.level)}"
-            lines.append(Text(f"After {last.place:,.0f} {BETWEEN[axis]}: ratio {interval(last.ratio)}{ending}"))
+            lines.append(Text(f"After {last.place:,.0f} {BETWEEN[axis]}: ratio {with_interval(last.ratio)}{ending}"))
     return lines
 
 
@@ -83,13 +83,13 @@ def as_pictures(comparison: Comparison, place: Path) -> dict[Path, bytes]:
     Raises:
         DataError: nothing was compared that could be drawn.
     """
-    panels = _panels(comparison)
-    if not panels:
+    charts = {panel: _chart(comparison, *panel) for panel in _panels(comparison)}
+    if not charts:
         raise DataError("there is no curve to draw: leave --png out, or choose a value with --metric")
     if place.suffix.lower() == ".png":
-        return {place: _picture(comparison, panels)}
-    names = {f"{metric.replace('/', '-')}-by-{axis}.png": (metric, axis) for metric, axis in panels}
-    return {place / name: _picture(comparison, [panel]) for name, panel in names.items()}
+        return {place: _picture(list(charts.values()))}
+    names = {f"{metric.replace('/', '-')}-by-{axis}.png": chart for (metric, axis), chart in charts.items()}
+    return {place / name: _picture([chart]) for name, chart in names.items()}
 
 
 def pair_tables(pair: Pair, axes: Sequence[Axis] = AXES) -> Iterator[tuple[str, list[str], list[list[str]]]]:
@@ -98,7 +98,7 @@ def pair_tables(pair: Pair, axes: Sequence[Axis] = AXES) -> Iterator[tuple[str, 
     last = [[metric, *_same_row(found.axes["step"].same_place[-1])[1:]] for metric, found in pair.metrics.items()]
     if pair.tokens_per_second is not None:
         speed = pair.tokens_per_second
-        last.append(["tokens per second", number(speed.baseline), number(speed.candidate), interval(speed.ratio)])
+        last.append(["tokens per second", number(speed.baseline), number(speed.candidate), with_interval(speed.ratio)])
     yield "At the last common step", ["value", *names, "ratio (95 %)"], last
     if pair.metric is None:
         return
@@ -117,17 +117,18 @@ def pair_tables(pair: Pair, axes: Sequence[Axis] = AXES) -> Iterator[tuple[str, 
         yield f"{BETWEEN[axis].capitalize()} to the same {pair.metric}", head, rows
 
 
-def interval(estimate: Estimate | None) -> str:
+def with_interval(estimate: Estimate | None, digits: int = 3) -> str:
     """A ratio with its interval."""
     if estimate is None:
         return "–"
+    value = f"{estimate.value:.{digits}f}"
     if estimate.low is None or estimate.high is None:
-        return f"{estimate.value:.3f}"
-    return f"{estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"
+        return value
+    return f"{value} ({estimate.low:.{digits}f} to {estimate.high:.{digits}f})"
 
 
 def _same_row(entry: SamePlace) -> list[str]:
-    return [f"{entry.place:,.0f}", number(entry.baseline), number(entry.candidate), interval(entry.ratio)]
+    return [f"{entry.place:,.0f}", number(entry.baseline), number(entry.candidate), with_interval(entry.ratio)]
 
 
 def _sooner_cells(entry: Sooner, pair: Pair) -> list[str]:
@@ -138,11 +139,7 @@ def _sooner_cells(entry: Sooner, pair: Pair) -> list[str]:
 
 def sooner_words(entry: Sooner) -> str:
     """How many times sooner, with its interval or as a bound."""
-    if entry.bound != "exactly":
-        return f"{entry.bound} {entry.times.value:.2f}"
-    if entry.times.low is None or entry.times.high is None:
-        return f"{entry.times.value:.2f}"
-    return f"{entry.times.value:.2f} ({entry.times.low:.2f} to {entry.times.high:.2f})"
+    return with_interval(entry.times, 2) if entry.bound == "exactly" else f"{entry.bound} {entry.times.value:.2f}"
 
 
 def _cards(pair: Pair) -> list[tuple[str, str, str]]:
@@ -223,23 +220,23 @@ def _mean_curve(curves: Sequence[Curve], axis: Axis) -> tuple[FloatArray, FloatA
     return x, values.mean(axis=0), values.min(axis=0), values.max(axis=0)
 
 
-def _picture(comparison: Comparison, panels: Sequence[tuple[str, Axis]]) -> bytes:
+def _picture(charts: Sequence[Chart]) -> bytes:
+    """The charts of the page as one PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
+    columns = min(3, len(charts))
+    rows = math.ceil(len(charts) / columns)
     figure = Figure(figsize=(5 * columns, 3.4 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flatten()
-    for plot in axes[len(panels) :]:
+    plots = figure.subplots(rows, columns, squeeze=False).flatten()
+    for plot in plots[len(charts) :]:
         plot.set_visible(False)
-    for plot, (metric, axis) in zip(axes, panels, strict=False):
-        for place, (name, curves) in enumerate(comparison.curves[metric].items()):
-            x, y, low, high = _mean_curve(curves, axis)
-            plot.plot(x, y, color=f"C{place}", marker="." if len(curves) == 1 else None, label=name)
-            if len(curves) > 1:
-                plot.fill_between(x, low, high, color=f"C{place}", alpha=0.2, linewidth=0)
-        plot.set(title=metric, xlabel=BETWEEN[axis])
+    for plot, chart in zip(plots, charts, strict=False):
+        for place, line in enumerate(chart.curves):
+            plot.plot(line.x, line.y, color=f"C{place}", marker="." if line.marks else None, label=line.name)
+            if line.band is not None:
+                plot.fill_between(line.x, *line.band, color=f"C{place}", alpha=0.2, linewidth=0)
+        plot.set(title=chart.title, xlabel=chart.x_name)
         plot.legend(frameon=False)
     content = io.BytesIO()
     FigureCanvasAgg(figure).print_png(content)

@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 
 from draftline import cli
-from draftline.compare import compare_groups, name_groups
-from draftline.errors import ConfigError
-from tests.compare.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
+from tests.compare.synthetic_runs import heldout_records, learning_curve, write_csv, write_run
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -126,46 +124,3 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(
         assert said.err.count("\n") == 1
     assert not (tmp_path / "page.html").exists()
     assert not (tmp_path / "out.json").exists()
-
-
-def test_words_become_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("a-1", "a-2", "x=y"):
-        (tmp_path / name).mkdir()
-    assert name_groups(["a-*", "x=y", "n=a-1,b"], [], []) == {
-        "a-*": [Path("a-1"), Path("a-2")],
-        "x=y": [Path("x=y")],
-        "n": [Path("a-1"), Path("b")],
-    }
-    assert name_groups([], ["a-*"], ["b"]) == {"A": [Path("a-1"), Path("a-2")], "B": [Path("b")]}
-    with pytest.raises(ConfigError, match=r"named twice.* first=a-1/ second=a-1/"):
-        name_groups(["a-1", "a-1/"], [], [])
-    with pytest.raises(ConfigError, match=r"named twice.* first=b second=b"):
-        name_groups(["n=a-1", "n=b"], [], [])
-    for word in ("n=", "=a-1", "n=a-1,,b", ""):
-        with pytest.raises(ConfigError, match="leaves out a name"):
-            name_groups([word, "a-2"], [], [])
-    with pytest.raises(ConfigError, match="has no name"):
-        name_groups([], ["a-1"], [""])
-
-
-def test_a_group_that_only_partly_reaches_a_level_is_not_said_never_to(tmp_path: Path) -> None:
-    from draftline.compare.view import pair_tables
-
-    curve = STEPS / 2000
-    tops = {"before": [1.0, 1.0], "after": [0.7, 1.2]}
-    groups = {
-        name: [write_csv(tmp_path / f"{name}-{k}.csv", top * curve) for k, top in enumerate(each)]
-        for name, each in tops.items()
-    }
-    *_, (_, _, rows) = pair_tables(compare_groups(groups).pairs[0], ["step"])
-    assert [row[2] for row in rows][-1] == "over 913"  # one run at 833, the other not within its 1000 steps
-
-
-def test_a_page_of_long_logs_stays_small(tmp_path: Path) -> None:
-    from draftline.compare.view import as_page
-
-    rng = np.random.default_rng(9)
-    steps = np.arange(1, 20_001)
-    paths = [write_csv(tmp_path / f"{k}.csv", 0.1 + 0.01 * rng.standard_normal(20_000), steps) for k in range(2)]
-    assert len(as_page(compare_groups({str(path): [path] for path in paths}))) < 100_000

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from draftline.compare import compare_groups
-from draftline.compare.comparison import Comparison
+from draftline.compare.groups import Comparison
 from draftline.errors import CheckpointError, DataError
 from tests.compare.synthetic_runs import STEPS, heldout_records, write_csv, write_run
 

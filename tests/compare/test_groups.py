@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftline.compare import compare_groups
-from draftline.compare.comparison import Pair
+from draftline.compare import compare_groups, name_groups
+from draftline.compare.groups import Pair
 from draftline.errors import ConfigError, DataError
 from tests.compare.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
 
@@ -160,3 +160,24 @@ def test_a_baseline_at_zero_is_refused(tmp_path: Path) -> None:
     groups = {"a": [write_csv(tmp_path / "a.csv", 0 * SMOOTH)], "b": [write_csv(tmp_path / "b.csv", SMOOTH)]}
     with pytest.raises(DataError, match="more than 0"):
         compare_groups(groups)
+
+
+def test_words_become_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a-1", "a-2", "x=y"):
+        (tmp_path / name).mkdir()
+    assert name_groups(["a-*", "x=y", "n=a-1,b"], [], []) == {
+        "a-*": [Path("a-1"), Path("a-2")],
+        "x=y": [Path("x=y")],
+        "n": [Path("a-1"), Path("b")],
+    }
+    assert name_groups([], ["a-*"], ["b"]) == {"A": [Path("a-1"), Path("a-2")], "B": [Path("b")]}
+    with pytest.raises(ConfigError, match=r"named twice.* first=a-1/ second=a-1/"):
+        name_groups(["a-1", "a-1/"], [], [])
+    with pytest.raises(ConfigError, match=r"named twice.* first=b second=b"):
+        name_groups(["n=a-1", "n=b"], [], [])
+    for word in ("n=", "=a-1", "n=a-1,,b", ""):
+        with pytest.raises(ConfigError, match="leaves out a name"):
+            name_groups([word, "a-2"], [], [])
+    with pytest.raises(ConfigError, match="has no name"):
+        name_groups([], ["a-1"], [""])
