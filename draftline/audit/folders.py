@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +21,8 @@ from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.formats.beginning import settings_of
 from draftline.formats.dialects import describe
 from draftline.formats.files import read_config, read_files
-from draftline.formats.load import Given, checkpoint_folder, load_drafter
+from draftline.formats.load import checkpoint_folder, load_drafter
+from draftline.options import Given
 from draftline.records import Sample
 from draftline.run import Run, assemble
 from draftline.targets.model import Target, load_target
@@ -110,7 +110,7 @@ def audit_checkpoint(
         return audit_run_folder(folder, target, select, ignore)
     tree, notes, given = read_config(folder), list[str](), given or Given()
     if tree.get("num_target_layers") is None:  # the target can be asked; that the key is missing is EXP002's to report
-        given = replace(given, num_target_layers=target.num_layers)
+        given = given.model_copy(update={"num_target_layers": target.num_layers})
     try:
         notes = describe(read_files(folder))
         loaded = load_drafter(folder, given, target)

@@ -7,29 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from draftline.commands.options import (
-    ApiKeyEnv,
-    BaseUrl,
-    Device,
-    DraftFolder,
-    DtypeName,
-    JsonOut,
-    MaxNewTokens,
-    Seed,
-    ServerModel,
-    TargetDtype,
-    TargetName,
-    Temperature,
-    TopK,
-    TopP,
-    TrustRemoteCode,
-)
 from draftline.config import TargetConfig, read_api_key
 from draftline.errors import ConfigError
+from draftline.options import EvaluateCommand, EvaluationSettings, GenerateCommand, ServerMeasurement
 from draftline.outputs import keep_apart, write_json
 from draftline.progress import counting, say
 
@@ -39,82 +21,80 @@ if TYPE_CHECKING:
     from draftline.data.server import Endpoint
     from draftline.draft.model import DFlashDraftModel
     from draftline.evaluate.result import EvaluationResult
-    from draftline.evaluate.server import ServerMeasurement, ServerResult
-    from draftline.evaluate.settings import EvaluationSettings
+    from draftline.evaluate.server import ServerResult
     from draftline.targets.model import Target
 
 
-def evaluate(
-    target: TargetName,
-    prompts: Annotated[
-        list[Path] | None, typer.Option("--prompts", help='JSONL, {"turns": ["..."]} per line; may be repeated.')
-    ] = None,
-    task: Annotated[
-        list[str] | None, typer.Option("--task", help="gsm8k, mt-bench, ... from the hub, or gsm8k=FILE; repeatable.")
-    ] = None,
-    draft: Annotated[Path | None, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")] = None,
-    base_url: BaseUrl = None,
-    concurrency: Annotated[
-        str | None, typer.Option(help="With --base-url: requests at once, a level each: 1,4,16; default 1.")
-    ] = None,
-    model: ServerModel = None,
-    api_key_env: ApiKeyEnv = None,
-    max_new_tokens: MaxNewTokens = 256,
-    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first prompts of each file.")] = None,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    system_prompt: Annotated[str | None, typer.Option(help="For prompts that have none of their own.")] = None,
-    template_option: Annotated[
-        list[str] | None, typer.Option(help="KEY=VALUE for the chat template: enable_thinking=false.")
-    ] = None,
-    json_out: JsonOut = None,
-    target_dtype: TargetDtype = "auto",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+def evaluate(options: EvaluateCommand) -> None:
     """Measure a drafter on prompts: acceptance length, equality with plain decoding, speed.
 
     In process with --draft; or, with --base-url, as a running vLLM, SGLang or llama.cpp serves it.
     """
+    check_words(options)
+    template_options = parse_template_options(options.template_option)
+    keep_apart([options.json_file], [*options.prompts, *(word.partition("=")[2] for word in options.task)])
+    prompts = prompts_to_evaluate(options.prompts, options.task, options.limit)
+    if options.draft is None:
+        _evaluate_server(options, prompts)
+    else:
+        settings = options.settings.model_copy(update={"template_options": template_options})
+        _evaluate_drafter(options, options.draft, prompts, settings)
+
+
+def _evaluate_drafter(
+    options: EvaluateCommand, draft: Path, prompts: Sequence[Prompt], settings: EvaluationSettings
+) -> None:
+    from rich.console import Console
+
+    from draftline.evaluate.result import result_table
+    from draftline.formats.card import trained_mode
+    from draftline.targets.model import load_target
+
+    target = load_target(options.target)
+    drafter = drafter_for(target, draft)
+    result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(draft), draft)
+    Console().print(result_table(result, str(draft)))
+    write_json(options.json_file, result.to_json())
+
+
+def _evaluate_server(options: EvaluateCommand, prompts: Sequence[Prompt]) -> None:
     from rich.console import Console
 
     from draftline.data.server import Endpoint
-    from draftline.evaluate.generate import Sampling
-    from draftline.evaluate.result import result_table
-    from draftline.evaluate.server import ServerMeasurement, server_table
-    from draftline.evaluate.settings import EvaluationSettings, parse_template_options
-    from draftline.formats.card import trained_mode
+    from draftline.evaluate.server import server_table
 
-    if (draft is None) == (base_url is None):
-        raise ConfigError("give --draft to measure in process, or --base-url to measure a server: exactly one")
-    settings = EvaluationSettings(
-        max_new_tokens=max_new_tokens,
-        sampling=Sampling(temperature=temperature, top_p=top_p, top_k=top_k),
-        seed=seed,
-        template_options=parse_template_options(template_option or []),
-        system_prompt=system_prompt,
+    server = options.server
+    assert server.base_url is not None, "exactly one of --draft and --base-url is given"
+    wanted = ServerMeasurement(
+        model=server.model,
+        max_new_tokens=options.settings.max_new_tokens,
+        concurrency=parse_concurrency(options.concurrency or "1"),
     )
-    if base_url is not None:
-        settings.refuse_for_server()
-    else:
-        refuse_server_words(model, api_key_env, concurrency)
-    keep_apart([json_out], [*(prompts or []), *(word.partition("=")[2] for word in task or [])])
-    asked = prompts_to_evaluate(prompts or [], task or [], limit)
-    if base_url is not None:
-        wanted = ServerMeasurement(model, max_new_tokens, parse_concurrency(concurrency or "1"))
-        endpoint = Endpoint(base_url, read_api_key(api_key_env))
-        config = TargetConfig(name=target, dtype=target_dtype, device=device, trust_remote_code=trust_remote_code)
-        measured = evaluate_at_server(endpoint, config, asked, wanted)
-        Console().print(server_table(measured))
-        write_json(json_out, measured.to_json())
+    endpoint = Endpoint(server.base_url, read_api_key(server.api_key_env))
+    result = evaluate_at_server(endpoint, options.target, prompts, wanted)
+    Console().print(server_table(result))
+    write_json(options.json_file, result.to_json())
+
+
+def check_words(options: EvaluateCommand) -> None:
+    """Refuse words that do not go together: what only one of the two ways to measure can do.
+
+    Raises:
+        ConfigError: naming one.
+    """
+    server, settings = options.server, options.settings
+    if (options.draft is None) == (server.base_url is None):
+        raise ConfigError("give --draft to measure in process, or --base-url to measure a server: exactly one")
+    if server.base_url is not None:
+        if not settings.sampling.greedy or options.template_option or settings.system_prompt is not None:
+            raise ConfigError(
+                "a server is measured greedily and with the prompts as they are: leave out --temperature, "
+                "--template-option and --system-prompt, or measure in process with --draft"
+            )
         return
-    assert draft is not None
-    live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
-    result = evaluate_drafter(live, drafter, asked, settings, trained_mode(draft), draft)
-    Console().print(result_table(result, str(draft)))
-    write_json(json_out, result.to_json())
+    of_a_server = {"--model": server.model, "--api-key-env": server.api_key_env, "--concurrency": options.concurrency}
+    if given := [name for name, value in of_a_server.items() if value is not None]:
+        raise ConfigError(f"{given[0]} is for a server: leave it out with --draft, or give --base-url instead")
 
 
 def prompts_to_evaluate(files: Sequence[Path], tasks: Sequence[str], limit: int | None) -> list[Prompt]:
@@ -137,17 +117,6 @@ def prompts_to_evaluate(files: Sequence[Path], tasks: Sequence[str], limit: int 
     for word in tasks:
         prompts += read_task(word, limit)
     return prompts
-
-
-def refuse_server_words(model: str | None, api_key_env: str | None, concurrency: str | None) -> None:
-    """Refuse what would say nothing of a drafter that is measured in process.
-
-    Raises:
-        ConfigError: one of them was given.
-    """
-    words = {"--model": model, "--api-key-env": api_key_env, "--concurrency": concurrency}
-    if given := [name for name, value in words.items() if value is not None]:
-        raise ConfigError(f"{given[0]} is for a server: leave it out with --draft, or give --base-url instead")
 
 
 def parse_concurrency(text: str) -> tuple[int, ...]:
@@ -220,31 +189,40 @@ def evaluate_at_server(
     return result
 
 
-def generate(
-    target: TargetName,
-    draft: DraftFolder,
-    prompt: Annotated[str, typer.Option("--prompt", help="What the user says; - reads standard input.")],
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    seed: Seed = 0,
-    json_out: JsonOut = None,
-    target_dtype: TargetDtype = "auto",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+def parse_template_options(words: Sequence[str]) -> dict[str, Any]:
+    """Keyword arguments of the chat template from `KEY=VALUE` words; values are YAML.
+
+    Raises:
+        ConfigError: a word is none, or its key is not the template's.
+    """
+    import yaml
+
+    from draftline.data.shapes import TEMPLATE_ARGUMENTS
+
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier() or key in TEMPLATE_ARGUMENTS:
+            raise ConfigError(f"--template-option {word!r} is not an option of a chat template: write KEY=VALUE")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--template-option {word!r}: {value!r} is not a YAML value: quote it") from error
+    return options
+
+
+def generate(options: GenerateCommand) -> None:
     """Answer one prompt with the drafter; the answer on stdout, counts on stderr."""
     from draftline.evaluate.answer import answer_prompt
-    from draftline.evaluate.generate import Sampling
+    from draftline.targets.model import load_target
 
-    live, drafter = _load_pair(target, draft, target_dtype, device, trust_remote_code)
-    text = sys.stdin.read() if prompt == "-" else prompt
-    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
-    answer = answer_prompt(live, drafter, text, max_new_tokens=max_new_tokens, sampling=sampling, seed=seed)
+    target = load_target(options.target)
+    drafter = drafter_for(target, options.draft)
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    answer = answer_prompt(target, drafter, text, options.settings)
     print(answer.text)
     print(answer.counts(), file=sys.stderr)
-    write_json(json_out, answer.to_json())
+    write_json(options.json_file, answer.to_json())
 
 
 def drafter_for(target: Target, folder: Path) -> DFlashDraftModel:
@@ -256,12 +234,3 @@ def drafter_for(target: Target, folder: Path) -> DFlashDraftModel:
     from draftline.formats.load import load_drafter
 
     return load_drafter(folder, target=target).draft_model.to(target.device)
-
-
-def _load_pair(
-    name: str, draft: Path, dtype: DtypeName, device: str, trust_remote_code: bool
-) -> tuple[Target, DFlashDraftModel]:
-    from draftline.targets.model import load_target
-
-    target = load_target(TargetConfig(name=name, dtype=dtype, device=device, trust_remote_code=trust_remote_code))
-    return target, drafter_for(target, draft)

@@ -1,45 +1,111 @@
-"""Options that several commands have."""
+"""From a record of options to the parameters that typer reads, and from what typer read back to the record."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator
+from inspect import Parameter, Signature
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from annotated_types import Ge, Le
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from draftline.outputs import new_folder, new_json, new_page
+from draftline.config import Flag, Settings
+from draftline.errors import ConfigError
+from draftline.options import Word, Written
+from draftline.outputs import new_folder, new_json, new_page, new_pictures
 
-TargetName = Annotated[str, typer.Option("--target", help="tiny, smollm2, a local Hugging Face folder or a hub name.")]
-DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
-DTYPE_HELP = "auto: float32 on CPU, else as stored."
-TargetDtype = Annotated[DtypeName, typer.Option("--target-dtype", help=DTYPE_HELP)]
-Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, ...")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run code that ships with the target.")]
-Recipe = Annotated[str | None, typer.Option("--recipe", help="published (the default), small-model or quickstart.")]
-MaybeTrust = Annotated[bool | None, typer.Option("--trust-remote-code", help="Run code that ships with the target.")]
-InitFrom = Annotated[Path | None, typer.Option("--init-from", help="A drafter of any trainer, to train further.")]
-ReaderName = Literal["zlab", "vllm", "sglang", "llama.cpp", "speculators"]
-DraftFolder = Annotated[Path, typer.Option("--draft", help="Exported drafter, checkpoint or run folder.")]
-BaseUrl = Annotated[str | None, typer.Option("--base-url", help="A running server, up to and with /v1.")]
-ServerModel = Annotated[str | None, typer.Option("--model", help="The target's name on the server.")]
-ApiKeyEnv = Annotated[
-    str | None, typer.Option("--api-key-env", help="Environment variable with the server's key; else OPENAI_API_KEY.")
-]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopP = Annotated[float, typer.Option(help="1 keeps all.")]
-TopK = Annotated[int, typer.Option(help="0 keeps all.")]
-Seed = Annotated[int, typer.Option(help="Of sampling.")]
-MaxNewTokens = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, tokens.")]
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "folder": new_folder,
+    "json": new_json,
+    "page": new_page,
+    "pictures": new_pictures,
+}
+"""How each kind of place is checked."""
 
-Out = Annotated[
-    Path, typer.Option("--out", callback=new_folder, help="Folder to write; it must not exist or be empty.")
-]
-AnchorPredicts = Annotated[
-    bool | None,
-    typer.Option("--sample-from-anchor/--no-sample-from-anchor", help="Whether slot 0 predicts, if nothing says so."),
-]
-JsonOut = Annotated[
-    Path | None, typer.Option("--json", callback=new_json, help="Also write the result as JSON to this file.")
-]
+Options = TypeVar("Options", bound=Settings)
+Mark = TypeVar("Mark")
 
-HtmlOut = Annotated[Path | None, typer.Option("--html", callback=new_page, help="Also write a page to this file.")]
+
+def from_words(command: Callable[[Options], int | None]) -> Callable[..., int | None]:
+    """A command whose parameters are the fields of its record, which it gets filled.
+
+    Args:
+        command: takes one record of `draftline.options`; its docstring is the help of the command.
+    """
+    record = get_type_hints(command)["options"]
+
+    def called(**values: Any) -> int | None:
+        try:
+            return command(_filled(record, values))
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise ConfigError(f"{fault['loc'][-1]} = {fault['input']!r}: {fault['msg']}") from error
+
+    called.__doc__ = command.__doc__
+    called.__signature__ = Signature([_parameter(name, field) for name, field in _leaves(record)])  # type: ignore[attr-defined]
+    return called
+
+
+def _leaves(record: type[Settings]) -> Iterator[tuple[str, FieldInfo]]:
+    """Fields that are options; those of a record inside the record stand in its place."""
+    for name, field in record.model_fields.items():
+        if inner := _record(field):
+            yield from _leaves(inner)
+        elif Flag(None) not in field.metadata:
+            yield name, field
+
+
+def _filled(record: type[Options], values: dict[str, Any]) -> Options:
+    """The record with what was given; what was not is left to its defaults."""
+    given: dict[str, Any] = {}
+    for name, field in record.model_fields.items():
+        if inner := _record(field):
+            given[name] = _filled(inner, values)
+        elif Flag(None) not in field.metadata and values[name] is not None:
+            given[name] = values[name]
+    return record.model_validate(given)
+
+
+def _record(field: FieldInfo) -> type[Settings] | None:
+    """The record that a field is, if it is one."""
+    kind: Any = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
+
+
+def _parameter(name: str, field: FieldInfo) -> Parameter:
+    kind: Any = field.annotation
+    default = Parameter.empty if field.is_required() else field.default
+    if get_origin(kind) is tuple:  # typer repeats lists; none given is none, so that no empty list is shown as default
+        kind = list[get_args(kind)[0]]  # type: ignore[misc]
+        kind, default = (kind, default) if field.is_required() else (kind | None, None)
+    help_text = " ".join((field.description or "").split())
+    word, least, most = _mark(field, Word), _mark(field, Ge), _mark(field, Le)
+    info: Any
+    if word is not None:
+        info = typer.Argument(help=help_text, metavar=word.metavar)
+    else:
+        written = _mark(field, Written)
+        further: dict[str, Any] = {
+            "min": least and least.ge,
+            "max": most and most.le,
+            "callback": written and PLACES[written.kind],
+        }
+        info = typer.Option(_name(name, field), help=help_text, show_default=default is not True, **further)
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+def _name(name: str, field: FieldInfo) -> str:
+    """`--its-name` unless marked otherwise; a switch has one word, for what is not the default, or both if none is."""
+    flag, words = _mark(field, Flag), name.replace("_", "-")
+    if flag is not None and flag.name is not None:
+        return flag.name
+    if field.annotation == bool | None:
+        return f"--{words}/--no-{words}"
+    return f" /--no-{words}" if field.default is True else f"--{words}"
+
+
+def _mark(field: FieldInfo, kind: type[Mark]) -> Mark | None:
+    """The mark of one kind that a field carries."""
+    return next((mark for mark in field.metadata if isinstance(mark, kind)), None)

@@ -4,106 +4,33 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from draftline.commands.options import (
-    ApiKeyEnv,
-    BaseUrl,
-    Device,
-    HtmlOut,
-    JsonOut,
-    ServerModel,
-    TargetDtype,
-    TargetName,
-    TrustRemoteCode,
-)
-from draftline.config import TargetConfig, read_api_key
+from draftline.config import read_api_key
+from draftline.options import GenerationSettings, InspectCommand, PrepareCommand, PrepareOptions, ServerSettings
 from draftline.outputs import keep_apart, write_file, write_json
 from draftline.progress import counting, reading, say
 
 if TYPE_CHECKING:
-    from draftline.data.prepare import PrepareOptions
-    from draftline.data.server import ServerSettings
     from draftline.targets.model import Target
-    from draftline.targets.regenerate import GenerationSettings
 
 AGREEMENT_CONVERSATIONS = 100
 """Given answers that the target reads before it writes its own."""
 
 
-def prepare(
-    target: TargetName,
-    data: Annotated[list[str], typer.Option("--data", help="File, folder, pattern, hub data set, or - for stdin.")],
-    out: Annotated[Path, typer.Option("--out", help="Folder for the prepared data.")],
-    more: Annotated[list[str] | None, typer.Argument(help="Further files, as after --data.")] = None,
-    regenerate: Annotated[bool, typer.Option("--regenerate", help="The target answers the prompts itself.")] = False,
-    max_length: Annotated[
-        int | None, typer.Option(min=2, help="Longest conversation, tokens; default 3072 or what the target reads.")
-    ] = None,
-    heldout: Annotated[int, typer.Option(min=0, help="Prompts kept out of training, in OUT/heldout.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest regenerated answer, tokens.")] = 1024,
-    batch_size: Annotated[int, typer.Option(min=1, help="Answers that are regenerated at the same time.")] = 16,
-    base_url: BaseUrl = None,
-    model: ServerModel = None,
-    api_key_env: ApiKeyEnv = None,
-    supervise: Annotated[Literal["answers", "last", "all"], typer.Option(help="What is learned.")] = "answers",
-    no_reasoning: Annotated[bool, typer.Option("--no-reasoning", help="Do not learn reasoning.")] = False,
-    truncation: Annotated[Literal["right", "left"], typer.Option(help="Side that is cut.")] = "right",
-    min_supervised: Annotated[int, typer.Option(min=1, help="Fewest supervised tokens of a row.")] = 1,
-    strip_images: Annotated[bool, typer.Option("--strip-images", help="Keep rows with images, without them.")] = False,
-    split: Annotated[str | None, typer.Option(help="Of Hugging Face data sets; default train.")] = None,
-    max_unreadable: Annotated[float, typer.Option(min=0, max=1, help="Share of rows that may be unreadable.")] = 0.01,
-    strict: Annotated[bool, typer.Option("--strict", help="Fail if any row is dropped.")] = False,
-    json_out: JsonOut = None,
-    target_dtype: TargetDtype = "auto",
-    device: Device = "auto",
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+def prepare(options: PrepareCommand) -> None:
     """Turn conversations into token ids and loss masks, exactly as the target's chat template gives them."""
-    from draftline.data.prepare import PrepareOptions
-    from draftline.data.render import MaskOptions
-    from draftline.data.server import Endpoint, ServerSettings
-    from draftline.targets.regenerate import GenerationSettings
-
-    keep_apart([json_out], [*data, *(more or [])])
-    options = PrepareOptions(
-        truncation=truncation,
-        mask=MaskOptions(supervise=supervise, reasoning=not no_reasoning),
-        strip_images=strip_images,
-        heldout=heldout,
-        min_supervised=min_supervised,
-        split=split,
-        strict=strict,
-        max_unreadable=max_unreadable,
-    )
-    answers: GenerationSettings | ServerSettings | None = None
-    if base_url is not None:
-        endpoint = Endpoint(base_url, read_api_key(api_key_env))
-        answers = ServerSettings(endpoint, model or target, max_new_tokens=max_new_tokens, concurrency=batch_size)
-    elif regenerate:
-        answers = GenerationSettings(max_new_tokens=max_new_tokens, batch_size=batch_size)
-    wanted = TargetConfig(name=target, dtype=target_dtype, device=device, trust_remote_code=trust_remote_code)
-    report = prepare_data(wanted, [*data, *(more or [])], out, options, answers, max_length=max_length)
+    keep_apart([options.json_file], [*options.data, *options.more])
+    report = prepare_data(options)
     print(json.dumps(report, indent=2, ensure_ascii=False))
-    write_json(json_out, report)
+    write_json(options.json_file, report)
 
 
-def prepare_data(
-    target: TargetConfig,
-    data: Sequence[str],
-    out: Path,
-    options: PrepareOptions,
-    regenerate: GenerationSettings | ServerSettings | None = None,
-    *,
-    max_length: int | None = None,
-) -> dict[str, Any]:
+def prepare_data(options: PrepareCommand) -> dict[str, Any]:
     """Prepare data for a target, of which only the tokenizer is loaded unless it is to answer the prompts in process.
 
-    Conversations are cut to `max_length`, or to that of `options` if None, but never to more than the target reads.
+    Conversations are cut to what is asked for, but never to more than the target reads.
 
     Raises:
         TargetError, TemplateError: the target cannot be loaded, or has no tokenizer or chat template.
@@ -113,26 +40,29 @@ def prepare_data(
     from draftline.data.answers import AnswerStore
     from draftline.data.dataset import ANSWERS_FILE
     from draftline.data.prepare import prepare
-    from draftline.data.server import ServerAnswers
+    from draftline.data.server import Endpoint, ServerAnswers
     from draftline.targets.model import load_context_limit, load_target, load_tokenizer
-    from draftline.targets.regenerate import GenerationSettings
 
-    limit = load_context_limit(target)
-    if max_length is not None and max_length > limit:
-        say(f"--max-length {max_length} is lowered to {limit}, the most that target {target.name} reads")
-    options = replace(options, max_length=min(max_length or options.max_length, limit))
-    if isinstance(regenerate, GenerationSettings):
-        return answer_and_prepare(load_target(target), data, out, options, regenerate)
-    tokenizer = load_tokenizer(target, chat_template=regenerate is not None)
-    if regenerate is None:
-        with reading("rows") as on_rows:
-            return prepare(tokenizer, data, out, options, progress=on_rows)
-    with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
-        return prepare(tokenizer, data, out, options, ServerAnswers(store, regenerate, answered))
+    target, data, out = options.target, [*options.data, *options.more], options.out
+    asked, limit = options.max_length, load_context_limit(target)
+    if asked is not None and asked > limit:
+        say(f"--max-length {asked} is lowered to {limit}, the most that target {target.name} reads")
+    rows = options.rows.model_copy(update={"max_length": min(asked or options.rows.max_length, limit)})
+    server = options.server
+    if server.base_url is not None:
+        endpoint = Endpoint(server.base_url, read_api_key(server.api_key_env))
+        settings = ServerSettings(model=server.model or target.name, **options.answers.model_dump())
+        tokenizer = load_tokenizer(target, chat_template=True)
+        with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
+            return prepare(tokenizer, data, out, rows, ServerAnswers(store, endpoint, settings, answered))
+    if options.regenerate:
+        return answer_and_prepare(load_target(target), data, out, rows, options.answers)
+    with reading("rows") as on_rows:
+        return prepare(load_tokenizer(target, chat_template=False), data, out, rows, progress=on_rows)
 
 
 def answer_and_prepare(
-    target: Target, data: Sequence[str], out: Path, options: PrepareOptions, settings: GenerationSettings
+    target: Target, data: Sequence[str], out: Path, rows: PrepareOptions, settings: GenerationSettings
 ) -> dict[str, Any]:
     """Let the target answer the prompts in process, and prepare its answers.
 
@@ -146,30 +76,25 @@ def answer_and_prepare(
 
     target.require_chat_template()
     tokenizer = target.require_tokenizer()
-    if given := given_samples(tokenizer, data, options, AGREEMENT_CONVERSATIONS):
+    if given := given_samples(tokenizer, data, rows, AGREEMENT_CONVERSATIONS):
         say(measure_agreement(target.model, given).advice)
     with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
         answerer = TargetAnswers(target.model, tokenizer, store, settings, answered)
-        return prepare(tokenizer, data, out, options, answerer)
+        return prepare(tokenizer, data, out, rows, answerer)
 
 
-def inspect(
-    folder: Annotated[Path, typer.Argument(help="Folder that `draftline prepare` wrote.")],
-    count: Annotated[int | None, typer.Option(min=1, help="Only the first conversations.")] = None,
-    block_size: Annotated[int, typer.Option(min=2, help="Of the block that is drawn.")] = 8,
-    html: HtmlOut = None,
-    json_out: JsonOut = None,
-) -> None:
+def inspect(options: InspectCommand) -> None:
     """Show conversations with their supervised tokens marked, and a block drawn."""
     from rich.console import Console
 
     from draftline.data.inspect import as_text, inspect_dataset, page_values
     from draftline.page.frame import render
 
-    views = inspect_dataset(folder, count=count, block_size=block_size)
+    views = inspect_dataset(options.folder, count=options.count, block_size=options.block_size)
     console = Console()
     console.print(as_text(views, color=console.is_terminal))
-    write_json(json_out, [view.as_json() for view in views])
-    if html is not None:
-        values = page_values(folder, views)
-        write_file(html, render("inspect.html", title="Prepared conversations", sections=[], context=values))
+    write_json(options.json_file, [view.as_json() for view in views])
+    if options.html is not None:
+        values = page_values(options.folder, views)
+        page = render("inspect.html", title="Prepared conversations", sections=[], context=values)
+        write_file(options.html, page)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from draftline.commands.evaluate import drafter_for, evaluate_drafter
 from draftline.commands.prepare import answer_and_prepare
 from draftline.config import DataConfig, TargetConfig
 from draftline.errors import StorageError
+from draftline.options import EvaluationSettings, ExportSettings, GenerationSettings, PrepareOptions, QuickstartCommand
 from draftline.progress import say
 from draftline.storage import remove_folder, remove_leftovers, write_text
 
@@ -28,9 +27,7 @@ LEAVES = {"target", "data", "run", "drafter", "heldout.jsonl", "evaluate.json"}
 """Names in a quickstart's folder."""
 
 
-def quickstart(
-    out: Annotated[Path, typer.Option("--out", help="Folder to write, or to continue in.")] = Path("quickstart"),
-) -> None:
+def quickstart(options: QuickstartCommand) -> None:
     """The whole job on the embedded target: answers, training, export, measurement; about three minutes.
 
     A second call goes on where the first one was interrupted.
@@ -39,8 +36,8 @@ def quickstart(
 
     from draftline.evaluate.result import result_table
 
-    trained, result = run_quickstart(out)
-    Console().print(result_table(result, str(out / "drafter")))
+    trained, result = run_quickstart(options.out)
+    Console().print(result_table(result, str(options.out / "drafter")))
     if trained.heldout:
         print("held-out accuracy {accuracy:.3f}, streak at random anchors {streak:.2f}".format(**trained.heldout))
 
@@ -67,14 +64,11 @@ def run_quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
 
 def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     from draftline import recipes
-    from draftline.data.prepare import PrepareOptions
     from draftline.data.prompts import read_prompts
-    from draftline.evaluate.settings import EvaluationSettings
     from draftline.formats.card import trained_mode
     from draftline.formats.exporting import export_drafter
     from draftline.run import train_run
     from draftline.targets.model import load_target, save_target
-    from draftline.targets.regenerate import GenerationSettings
 
     recipe = recipes.quickstart()
     say(f"1/5 target: {out / 'target'}")
@@ -96,11 +90,11 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
 
     say(f"4/5 export: {out / 'drafter'}")
     remove_folder(out / "drafter")
-    export_drafter(source=out / "run", out=out / "drafter", target=target, dtype="float32")
+    export_drafter(source=out / "run", out=out / "drafter", target=target, settings=ExportSettings(dtype="float32"))
 
     say(f"5/5 measuring on held-out prompts: {out / 'evaluate.json'}")
     drafter, prompts = drafter_for(target, out / "drafter"), read_prompts([str(out / "heldout.jsonl")])
-    settings = EvaluationSettings(ANSWER_TOKENS)
+    settings = EvaluationSettings(max_new_tokens=ANSWER_TOKENS)
     folder = out / "drafter"
     result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(folder), folder)
     write_text(out / "evaluate.json", json.dumps(result.to_json(), indent=2) + "\n")

@@ -5,53 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from draftline.commands.options import DTYPE_HELP, DtypeName, InitFrom, MaybeTrust, Recipe
 from draftline.config import RunConfig, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
+from draftline.options import TrainCommand
 
 if TYPE_CHECKING:
     from draftline.run import Examination, Gate, Run
 
 
-def train(
-    out: Annotated[Path, typer.Option("--out", help="Run folder.")],
-    target: Annotated[
-        str | None, typer.Option("--target", help="tiny, smollm2, a local Hugging Face folder or a hub name.")
-    ] = None,
-    data: Annotated[Path | None, typer.Option("--data", help="Folder that `draftline prepare` wrote.")] = None,
-    settings: Annotated[
-        list[str] | None, typer.Argument(help="section.key=value words, see draftline/config.py.")
-    ] = None,
-    recipe: Recipe = None,
-    config: Annotated[Path | None, typer.Option("--config", help="YAML file with settings.")] = None,
-    init_from: InitFrom = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --out, with its settings.")] = False,
-    allow: Annotated[
-        list[str] | None, typer.Option("--allow", help="Start in spite of audit findings with this code.")
-    ] = None,
-    target_dtype: Annotated[DtypeName | None, typer.Option("--target-dtype", help=DTYPE_HELP)] = None,
-    device: Annotated[str | None, typer.Option("--device", help="Of both halves: auto, cpu, cuda:1, ...")] = None,
-    trust_remote_code: MaybeTrust = None,
-) -> None:
+def train(options: TrainCommand) -> None:
     """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
     from draftline.run import train_run
 
-    flags = {
-        "target.name": target,
-        "data.path": None if data is None else str(data),
-        "drafter.init_from": None if init_from is None else str(init_from),
-        "target.dtype": target_dtype,
-        "target.device": device,
-        "train.device": device,
-        "target.trust_remote_code": trust_remote_code,
-    }
-    given = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in flags.items() if value is not None]
-    wanted = train_settings(out, [*given, *(settings or [])], recipe=recipe, config=config, resume=resume)
-    trained = train_run(wanted, out, resume=resume, gate=audit_gate(allow or []))
+    words = [*options.flags.words(), *options.settings]
+    wanted = train_settings(options.out, words, recipe=options.recipe, config=options.config, resume=options.resume)
+    trained = train_run(wanted, options.out, resume=options.resume, gate=audit_gate(options.allow))
     print(json.dumps(trained.to_json(), ensure_ascii=False))
 
 

@@ -26,6 +26,7 @@ from draftline.compare.curves import Curve, Estimate, Reach, ratio_of_places, ra
 from draftline.compare.differences import BLOCK_KEYS, TARGET_KEYS, Difference, Identities
 from draftline.compare.trajectory import AXES, Axis, Trajectory, own_name, read_trajectory
 from draftline.errors import ConfigError, DataError
+from draftline.options import CompareSettings
 from draftline.storage import without_nan
 
 Verdict = Literal["better", "same", "worse"]
@@ -219,32 +220,26 @@ class Comparison:
         return plain
 
 
-def compare_groups(
-    groups: Mapping[str, Sequence[Path]],
-    *,
-    metric: Sequence[str] = (),
-    margin: float = 0.03,
-    lower_is_better: bool | None = None,
-) -> Comparison:
+def compare_groups(groups: Mapping[str, Sequence[Path]], settings: CompareSettings | None = None) -> Comparison:
     """Compare groups of runs (several seeds each, or one) with the first of them.
 
     Arguments:
         groups: run folders, CSV or JSONL files or TensorBoard folders by name of the group.
-        metric: the value of the verdict; further names are what other logs call it. Without: held-out accuracy, else
-            what all runs have.
-        margin: smallest relative difference that matters.
-        lower_is_better: of that value; None: if its name says loss or error.
+        settings: names in `metric` after the first are what other logs call it, and none means held-out accuracy,
+            else what all runs have; `lower_is_better` None: if the name says loss or error.
 
     Raises:
         ConfigError: fewer than two groups, an empty one, or a margin that is not a share.
         DataError: something is not a run, is damaged, or there is no common value or step.
     """
+    settings = settings or CompareSettings()
+    metric, margin = settings.metric, settings.margin
     _check(groups, margin)
     runs = {name: tuple(read_trajectory(path) for path in paths) for name, paths in groups.items()}
     identities = Identities.of(runs)
     notes = [*(note for group in runs.values() for run in group for note in run.notes), *identities.notes()]
     chosen, metrics = _choose(runs, identities, [own_name(name) for name in metric], notes)
-    curves = {name: _curves(runs, name, metric if name == chosen else (), lower_is_better) for name in metrics}
+    curves = {name: _curves(runs, name, metric if name == chosen else (), settings.lower_is_better) for name in metrics}
     notes += _few_points(curves[chosen]) if chosen else []
     baseline, *others = groups
     pairs = [_pair(runs, curves, chosen, (baseline, candidate), margin) for candidate in others]

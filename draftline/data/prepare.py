@@ -13,10 +13,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ from draftline.data.dataset import (
 )
 from draftline.data.readers import STDIN, RawRow, is_dataset, read_rows, resolve_sources, total_bytes
 from draftline.data.render import (
-    MaskOptions,
     RenderedConversation,
     check_tokens,
     render_conversation,
@@ -55,6 +54,7 @@ from draftline.data.shapes import parse_row
 from draftline.data.split import HeldoutPrompts
 from draftline.data.template import ChatTemplate, tokenizer_hash
 from draftline.errors import DataError, Interrupted, StorageError, TemplateError
+from draftline.options import PrepareOptions
 from draftline.records import Sample
 from draftline.storage import storage_errors
 
@@ -80,37 +80,6 @@ class Answerer(Protocol):
         """What determines the answers, for the key of the prepared data."""
 
 
-@dataclass(frozen=True)
-class PrepareOptions:
-    """How data is prepared.
-
-    Attributes:
-        max_length: longest sample, tokens; longer ones are cut.
-        truncation: the side on which they are cut.
-        mask: what is supervised.
-        template_options: keyword arguments of the chat template.
-        strip_images: take images and other media out of messages instead of dropping the row.
-        deduplicate: drop rows that are equal to an earlier one.
-        heldout: number of prompts whose rows go to `OUT/heldout` instead of training.
-        min_supervised: fewest supervised tokens of a sample.
-        split: split of Hugging Face data sets; None: train.
-        strict: fail if any row is dropped.
-        max_unreadable: largest share of rows that may be unreadable.
-    """
-
-    max_length: int = 3072
-    truncation: Literal["right", "left"] = "right"
-    mask: MaskOptions = field(default_factory=MaskOptions)
-    template_options: dict[str, Any] = field(default_factory=dict)
-    strip_images: bool = False
-    deduplicate: bool = True
-    heldout: int = 0
-    min_supervised: int = 1
-    split: str | None = None
-    strict: bool = False
-    max_unreadable: float = 0.01
-
-
 def prepare(
     tokenizer: PreTrainedTokenizerBase,
     data: Sequence[str],
@@ -133,7 +102,9 @@ def prepare(
     if options.split is not None and not any(is_dataset(source) for source in sources):
         raise DataError(f"--split {options.split} is for Hugging Face data sets, and the data has none: leave it out")
     tokenizer_identity = tokenizer_hash(tokenizer)
-    key = dataset_key(tokenizer_identity, sources, asdict(options), answerer.identity() if answerer else None)
+    key = dataset_key(
+        tokenizer_identity, sources, options.model_dump(mode="json"), answerer.identity() if answerer else None
+    )
     done = _finished_report(out, key)
     if done is not None:
         discard_partial(out)

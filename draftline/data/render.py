@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,27 +23,13 @@ from transformers import PreTrainedTokenizerBase
 from draftline.data.conversations import Conversation, FormattedText, Message, TokenRow, Unusable
 from draftline.data.spans import AnswerNotFound, TurnSpan, locate_answers
 from draftline.data.template import ChatTemplate, Refused
+from draftline.options import MaskOptions
 
 _BATCH = 64
 """Conversations that are tokenised in one call."""
 
 _CONTEXT = 8
 """Tokens before a piece that are decoded with it; a character takes at most four of them."""
-
-Supervise = Literal["answers", "last", "all"]
-
-
-@dataclass(frozen=True)
-class MaskOptions:
-    """What is supervised.
-
-    Attributes:
-        supervise: every answer, only the last one, or all text (other roles and the template's markup too).
-        reasoning: whether reasoning inside an answer is supervised.
-    """
-
-    supervise: Supervise = "answers"
-    reasoning: bool = True
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answ
 from draftline.data.conversations import Conversation, Unusable
 from draftline.data.shapes import BadRow, parse_call
 from draftline.errors import ServerError
+from draftline.options import ServerSettings
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 413, 422})
@@ -79,38 +80,6 @@ def server_message(reply: httpx.Response) -> str:
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Which server answers, and how it is asked.
-
-    Attributes:
-        endpoint: where the server is.
-        model: name of the model on the server.
-        max_new_tokens: longest answer, tokens.
-        temperature: 0 for greedy answers.
-        concurrency: requests under way at once.
-        retries: repetitions of a request before giving up.
-        template_options: sent as `chat_template_kwargs`; a row's own come on top.
-    """
-
-    endpoint: Endpoint
-    model: str
-    max_new_tokens: int = 1024
-    temperature: float = 0.0
-    concurrency: int = 16
-    retries: int = 5
-    template_options: dict[str, Any] = field(default_factory=dict)
-
-    def identity(self) -> dict[str, Any]:
-        """The part that can change an answer, without the address: a target may move between machines."""
-        return {
-            "model": self.model,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "template_options": self.template_options,
-        }
-
-
-@dataclass(frozen=True)
 class ServerAnswers:
     """Answers conversations through a server; what `prepare` takes as its answerer.
 
@@ -119,6 +88,7 @@ class ServerAnswers:
     """
 
     store: AnswerStore
+    endpoint: Endpoint
     settings: ServerSettings
     progress: Progress | None = None
     first_pause_s: float = _FIRST_PAUSE
@@ -139,7 +109,7 @@ class ServerAnswers:
         settings = self.settings
         dialogues = [Dialogue(conversation) for conversation in conversations]
         report = counted(dialogues, self.progress)
-        slots = asyncio.Semaphore(settings.concurrency)
+        slots = asyncio.Semaphore(settings.batch_size)
 
         async def converse(dialogue: Dialogue) -> None:
             while not dialogue.done:
@@ -152,7 +122,7 @@ class ServerAnswers:
                 report()
 
         refused: list[str] = []
-        async with settings.endpoint.client(settings.concurrency) as client:
+        async with self.endpoint.client(settings.batch_size) as client:
             try:
                 async with asyncio.TaskGroup() as group:
                     for dialogue in dialogues:
@@ -176,7 +146,7 @@ class ServerAnswers:
         """A server that takes no conversation at all is set up wrongly; this is not the conversations' fault."""
         if len(refused) >= _REFUSALS_AT_FIRST and not len(self.store):
             raise ServerError(
-                f"the server at {self.settings.endpoint.url} took none of the first {len(refused)} conversations "
+                f"the server at {self.endpoint.url} took none of the first {len(refused)} conversations "
                 f"({refused[-1]}); check --model and the server's settings"
             )
 
@@ -201,7 +171,7 @@ class ServerAnswers:
         Raises `_Unanswerable` where only this conversation is at fault: the server says so, or fails on it each time
         while it answers others. Raises `ServerError` where the server is.
         """
-        url = f"{self.settings.endpoint.url}/chat/completions"
+        url = f"{self.endpoint.url}/chat/completions"
         pause, answered_before = self.first_pause_s, len(self.store)
         fault = _Fault("")
         for attempt in range(self.settings.retries + 1):
@@ -232,7 +202,7 @@ class ServerAnswers:
         if fault.by_conversation and len(self.store) > answered_before:
             raise _Unanswerable(f"server_failed: {fault.reason}")
         raise ServerError(
-            f"the server at {self.settings.endpoint.url} did not answer ({fault.reason}); "
+            f"the server at {self.endpoint.url} did not answer ({fault.reason}); "
             "check it and run the same command again: stored answers are kept"
         )
 

@@ -16,8 +16,8 @@ from draftline.data.prompts import Prompt
 from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
-from draftline.evaluate.generate import Generation, Sampling, fits, generate, generate_plain
-from draftline.evaluate.settings import EvaluationSettings
+from draftline.evaluate.generate import Generation, fits, generate, generate_plain
+from draftline.options import AnswerSettings, EvaluationSettings
 from draftline.targets.model import Target, stop_token_ids
 
 
@@ -51,10 +51,7 @@ def answer_prompt(
     target: Target,
     draft_model: DFlashDraftModel,
     text: str,
-    *,
-    max_new_tokens: int,
-    sampling: Sampling,
-    seed: int,
+    settings: AnswerSettings,
 ) -> PromptAnswer:
     """Answer what a user says, through the target's chat template.
 
@@ -71,10 +68,10 @@ def answer_prompt(
         target,
         draft_model,
         torch.tensor([ids], device=target.device),
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
         stop_token_ids=stop_token_ids(target.model, tokenizer),
-        sampling=sampling,
-        generator=torch.Generator(target.device).manual_seed(seed),
+        sampling=settings.sampling,
+        generator=torch.Generator(target.device).manual_seed(settings.seed),
     )
     return PromptAnswer(
         text=str(tokenizer.decode(generation.output_ids, skip_special_tokens=True)),

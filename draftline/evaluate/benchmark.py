@@ -14,6 +14,7 @@ import torch
 
 from draftline.data.accounting import ChatMode
 from draftline.data.answers import answer_slots
+from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
 from draftline.data.render import text_pieces
 from draftline.data.template import render_prompt
@@ -42,7 +43,8 @@ from draftline.evaluate.result import (
     by_output_length,
     by_output_position,
 )
-from draftline.evaluate.settings import EvaluationSettings, SameRendering, mode_of, mode_warnings
+from draftline.evaluate.settings import SameRendering, mode_of, mode_warnings
+from draftline.options import EvaluationSettings
 from draftline.targets.model import Target, weights_fingerprint
 
 Progress = Callable[[int, int], None]
@@ -75,7 +77,7 @@ def evaluate_prompts(
         DataError: there is nothing to answer, or a prompt does not fit.
         TemplateError: the target has no chat template, or it refuses a prompt.
     """
-    prompts = [replace(p, conversation=settings.with_system_prompt(p.conversation)) for p in prompts]
+    prompts = [replace(p, conversation=_with_system_prompt(p.conversation, settings.system_prompt)) for p in prompts]
     asked = [len(answer_slots(prompt.conversation)) for prompt in prompts]
     if not sum(asked):
         raise DataError('no prompt has a user turn: give a file with lines such as {"turns": ["..."]}')
@@ -161,6 +163,13 @@ def summarise(
     )
 
 
+def _with_system_prompt(conversation: Conversation, text: str | None) -> Conversation:
+    """The conversation with the system prompt in front, unless it has one."""
+    if text is None or any(message.role in ("system", "developer") for message in conversation.messages):
+        return conversation
+    return conversation.model_copy(update={"messages": (Message(role="system", content=text), *conversation.messages)})
+
+
 def _check_prompts(target: Target, prompts: Sequence[Prompt], settings: EvaluationSettings) -> None:
     """Refuse, before the first is answered, a prompt whose first turn is too long; later turns depend on answers."""
     tokenizer = target.require_tokenizer()
@@ -239,7 +248,7 @@ def _turn_result(target: Target, prompt: Prompt, turn: DecodedTurn) -> TurnResul
 def _mode(turns: Sequence[DecodedTurn], settings: EvaluationSettings) -> ChatMode:
     """Of the prompts that were answered, each with its whole dialogue."""
     dialogues = list({turn.prompt: turn.dialogue for turn in turns}.values())
-    return mode_of(dialogues, [settings.options_for(dialogue) for dialogue in dialogues])
+    return mode_of(dialogues, [{**settings.template_options, **dialogue.template_options} for dialogue in dialogues])
 
 
 def _disagreement(decoded: float, forced: float) -> list[str]:

@@ -33,71 +33,36 @@ from torch import Tensor
 from draftline.config import DFlashConfig
 from draftline.draft.block import FrozenTarget, block_input_ids, greedy_tokens
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import ConfigError, DataError, TargetError
+from draftline.errors import DataError, TargetError
 from draftline.evaluate.target_state import open_target_state
+from draftline.options import Sampling
 from draftline.targets.model import Target
 
-
-@dataclass(frozen=True)
-class Sampling:
-    """Temperature first, then top-k, then top-p over what is left, as transformers' generation does.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_p: smallest set of most likely tokens whose probability reaches this; 1 keeps all.
-        top_k: this many most likely tokens; 0 keeps all.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.temperature < float("inf"):
-            raise ConfigError(
-                f"temperature {self.temperature} is not a temperature: give 0 (greedy) or a positive number"
-            )
-        if not 0.0 < self.top_p <= 1.0:
-            raise ConfigError(f"top_p {self.top_p} is not a probability: give a number above 0, at most 1 (keeps all)")
-        if self.top_k < 0:
-            raise ConfigError(f"top_k {self.top_k} is negative: give 0 (keeps all) or a number of tokens")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
-        return self.temperature == 0.0
-
-    def describe(self) -> str:
-        """In words, without what has no effect."""
-        if self.greedy:
-            return "greedy"
-        top_k = f", top-k {self.top_k}" if self.top_k else ""
-        return f"temperature {self.temperature:g}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "") + top_k
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """Filtered distribution over the last dimension, [..., V] float64: residuals p - q are small differences."""
-        if self.greedy:
-            return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
-        scores = logits.double() / self.temperature
-        if 0 < self.top_k < scores.shape[-1]:
-            best = scores.topk(self.top_k, dim=-1)
-            scores = torch.full_like(scores, float("-inf")).scatter(-1, best.indices, best.values)
-        probabilities = scores.softmax(-1)
-        if self.top_p < 1.0:
-            ranked, order = probabilities.sort(dim=-1, descending=True)
-            ranked[ranked.cumsum(-1) - ranked >= self.top_p] = 0.0
-            probabilities = torch.zeros_like(probabilities).scatter(-1, order, ranked)
-            probabilities = probabilities / probabilities.sum(-1, keepdim=True)
-        return probabilities
-
-    def choose(self, logits_nV: Tensor, generator: torch.Generator | None) -> Tensor:
-        """One token per row, [n] int64."""
-        if self.greedy:
-            return logits_nV.argmax(-1)
-        return draw(self.probabilities(logits_nV), generator)
-
-
 GREEDY = Sampling()
+
+
+def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
+    """Filtered distribution over the last dimension, [..., V] float64: residuals p - q are small differences."""
+    if sampling.greedy:
+        return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
+    scores = logits.double() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        best = scores.topk(sampling.top_k, dim=-1)
+        scores = torch.full_like(scores, float("-inf")).scatter(-1, best.indices, best.values)
+    likely = scores.softmax(-1)
+    if sampling.top_p < 1.0:
+        ranked, order = likely.sort(dim=-1, descending=True)
+        ranked[ranked.cumsum(-1) - ranked >= sampling.top_p] = 0.0
+        likely = torch.zeros_like(likely).scatter(-1, order, ranked)
+        likely = likely / likely.sum(-1, keepdim=True)
+    return likely
+
+
+def choose(sampling: Sampling, logits_nV: Tensor, generator: torch.Generator | None) -> Tensor:
+    """One token per row, [n] int64."""
+    if sampling.greedy:
+        return logits_nV.argmax(-1)
+    return draw(probabilities(sampling, logits_nV), generator)
 
 
 @dataclass(frozen=True)
@@ -171,7 +136,7 @@ class BlockDrafter:
         predicted, head = hidden[0, config.first_predicting_slot :], self._frozen.head
         if self._sampling.greedy:
             return Proposal(greedy_tokens(predicted, head))
-        probabilities_KV = head.to_whole(self._sampling.probabilities(head.logits(predicted)))
+        probabilities_KV = head.to_whole(probabilities(self._sampling, head.logits(predicted)))
         return Proposal(draw(probabilities_KV, self._generator), probabilities_KV)
 
 
@@ -248,7 +213,7 @@ def decode(
     check_prompt(target, input_ids.shape[1], max_new_tokens)
     with open_target_state(target, proposer.target_layer_ids) as state:
         verified, kept_count = state.forward(input_ids.to(target.device)), input_ids.shape[1]
-        answer = Generation([int(sampling.choose(verified.logits_nV[-1:], generator)[0])])
+        answer = Generation([int(choose(sampling, verified.logits_nV[-1:], generator)[0])])
         while len(answer.output_ids) < max_new_tokens and answer.output_ids[-1] not in stop_token_ids:
             # The last token of the output has no state yet; all before it are committed to both caches.
             state.keep(kept_count)
@@ -353,7 +318,7 @@ def _verify(
     if sampling.greedy:
         return verify_greedy(proposal.tokens_K, logits_MV)
     assert proposal.probabilities_KV is not None, "a proposer has to say what it drew its tokens from"
-    return verify_sampled(proposal.tokens_K, proposal.probabilities_KV, sampling.probabilities(logits_MV), generator)
+    return verify_sampled(proposal.tokens_K, proposal.probabilities_KV, probabilities(sampling, logits_MV), generator)
 
 
 def _cut(token_ids: list[int], budget: int, stop_token_ids: Collection[int]) -> list[int]:

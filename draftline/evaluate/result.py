@@ -27,7 +27,7 @@ from draftline.evaluate.acceptance import (
     describe_figure,
     describe_interval,
 )
-from draftline.evaluate.settings import EvaluationSettings
+from draftline.options import EvaluationSettings
 from draftline.progress import table
 from draftline.storage import without_nan
 
@@ -189,7 +189,8 @@ class EvaluationResult:
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for JSON; what could not be measured is None, never NaN."""
-        fields: dict[str, Any] = without_nan({**asdict(self), "speedup": self.speedup})
+        settings = self.settings.model_dump()
+        fields: dict[str, Any] = without_nan({**asdict(self), "settings": settings, "speedup": self.speedup})
         return fields
 
 

@@ -34,6 +34,7 @@ from draftline.evaluate.acceptance import (
     describe_interval,
 )
 from draftline.evaluate.engines import ENGINES, DraftCounts, Engine, Reply
+from draftline.options import ServerMeasurement
 from draftline.progress import table
 from draftline.storage import without_nan
 
@@ -45,21 +46,6 @@ _ANSWER_S = 30.0
 
 _SETTLING_S = 5.0
 """Longest wait until the counters show an answer that has arrived; a server may count after it has sent."""
-
-
-@dataclass(frozen=True)
-class ServerMeasurement:
-    """What is asked of a server.
-
-    Attributes:
-        model: its name on the server; None for the first that it serves.
-        max_new_tokens: longest answer.
-        concurrency: requests under way at once, one level each.
-    """
-
-    model: str | None = None
-    max_new_tokens: int = 256
-    concurrency: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from draftline.formats.files import (
     read_files,
     stored_tensors,
 )
-from draftline.formats.load import Given, complete
+from draftline.formats.load import complete
 from draftline.formats.programs import (
     as_trained,
     differences,
@@ -41,6 +41,7 @@ from draftline.formats.programs import (
     proposed_tokens,
     readings,
 )
+from draftline.options import Given
 
 CHECKS: tuple[str, ...] = (
     "reload",

@@ -16,10 +16,9 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError
 from draftline.formats.card import FLOAT16_MAX, CardFacts, Training, model_card, trained_mode
 from draftline.formats.check import CHECKS
-from draftline.formats.load import Given, LoadedDrafter, load_drafter
+from draftline.formats.load import LoadedDrafter, load_drafter
 from draftline.formats.programs import (
     Form,
-    Reader,
     Serving,
     format_for,
     formats_for,
@@ -29,6 +28,7 @@ from draftline.formats.programs import (
     serving_notes,
 )
 from draftline.formats.write import export_speculators, export_zlab
+from draftline.options import ExportSettings, Given
 from draftline.records import Sample
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import TINY_FOLDER, Target
@@ -68,14 +68,6 @@ class ExportReport:
         }
 
 
-@dataclass(frozen=True)
-class Results:
-    """Measurements for the model card: files written by `evaluate --json` and `audit --json`."""
-
-    evaluation: Path | None = None
-    audit: Path | None = None
-
-
 def target_of_export(source: Path, name: str | None = None, trust_remote_code: bool = False) -> TargetConfig:
     """The target to load for an export: the one that is named, else the one that the run in `source` was trained for.
 
@@ -102,10 +94,7 @@ def export_drafter(
     source: Path,
     out: Path,
     target: Target,
-    reader: Reader = "zlab",
-    dtype: ExportDtype = "bfloat16",
-    target_path: str | None = None,
-    results: Results | None = None,
+    settings: ExportSettings | None = None,
     given: Given | None = None,
 ) -> ExportReport:
     """Write what a program needs to serve the drafter in `source`, checked, with its card and command.
@@ -113,8 +102,8 @@ def export_drafter(
     Args:
         source: a run, a checkpoint, or any folder that `import` reads.
         target: what the drafter was trained for; it is checked that it fits.
-        reader: `speculators` writes that format, and so does `vllm` for a reduced vocabulary; all else is z-lab's.
-        target_path: the target as the server will find it, if not under the name it was loaded by.
+        settings: reader `speculators` writes that format, and so does `vllm` for a reduced vocabulary; all else is
+            z-lab's.
         given: facts that the source leaves out.
 
     Raises:
@@ -123,12 +112,13 @@ def export_drafter(
         ExportError: the format cannot express it, or what was read back differs.
         StorageError: `out` is not empty or cannot be written.
     """
-    results = results or Results()
+    settings = settings or ExportSettings()
+    reader, dtype, results = settings.reader, settings.dtype, settings.results
     loaded, run = load_drafter(source, given, target), run_of(source)
     refuse_unserved(reader, loaded.config)
     largest = largest_activation(loaded.draft_model, target)
     form = format_for(reader, loaded.config)
-    serving = Serving(str(out), target_path or _served_name(target), dtype, loaded.config)
+    serving = Serving(str(out), settings.target_path or _served_name(target), dtype, loaded.config)
     others = tuple(other for other in readers_of(form, loaded.config) if other != reader)
     card = model_card(
         CardFacts(

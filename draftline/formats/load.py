@@ -6,7 +6,7 @@ token load without an error and are accepted a tenth as often.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -21,6 +21,7 @@ from draftline.errors import CheckpointError, ConfigError
 from draftline.evaluate.generate import check_fits
 from draftline.formats.dialects import Format, detect, our_tensors, said_by
 from draftline.formats.files import DrafterFiles, build_drafter, compare_with_header, read_files
+from draftline.options import Given
 from draftline.targets.layers import check_target_layer_ids
 from draftline.targets.model import Target
 from draftline.train.checkpoint import checkpoint_folder, load_draft_model
@@ -39,18 +40,6 @@ _MEANING = {
     "mask_token_id": "which token stands for slots to be predicted",
     "num_target_layers": "how deep its target is",
 }
-
-
-@dataclass(frozen=True)
-class Given:
-    """Facts that the user states because a folder leaves them out."""
-
-    sample_from_anchor: bool | None = None
-    """Whether slot 0, the anchor, predicts too."""
-    block_size: int | None = None
-    mask_token_id: int | None = None
-    num_target_layers: int | None = None
-    """Depth of the target."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +95,7 @@ def _with_depth(given: Given, files: DrafterFiles, form: Format, target: Target 
     """Take the depth from the target where neither the folder nor the user says it."""
     if target is None or given.num_target_layers is not None or files.shape is not None or form != "speculators":
         return given
-    return replace(given, num_target_layers=target.num_layers)
+    return given.model_copy(update={"num_target_layers": target.num_layers})
 
 
 def _load_files(files: DrafterFiles, form: Format, given: Given, target: Target | None) -> LoadedDrafter:
@@ -167,7 +156,7 @@ def complete(said: DFlashConfig, given: Given, where: str) -> DFlashConfig:
         CheckpointError: a fact is missing, contradicts what the user says, or is out of range.
     """
     fields = dict(said)
-    fields |= {name: _settled(name, fields[name], value, where) for name, value in asdict(given).items()}
+    fields |= {name: _settled(name, fields[name], value, where) for name, value in given.model_dump().items()}
     try:
         config = DFlashConfig.model_validate(fields)
         check_target_layer_ids(config.target_layer_ids, config.num_target_layers)

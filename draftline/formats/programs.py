@@ -17,11 +17,9 @@ from typing import Any, Literal, get_args
 
 from draftline.config import DFlashConfig, ExportDtype
 from draftline.errors import ExportError
+from draftline.options import Reader
 from draftline.targets.layers import default_target_layer_ids
 from draftline.targets.rope import rope_as_read
-
-Reader = Literal["zlab", "speculators", "vllm", "sglang", "llama.cpp"]
-"""A program, as the command line names it."""
 
 Form = Literal["zlab", "speculators"]
 """A format that programs read and Draftline writes."""

@@ -40,9 +40,7 @@ SPECULATORS_VERSION = "0.9.0"
 """The version whose format this is."""
 
 
-def export_zlab(
-    draft_model: DFlashDraftModel, folder: Path, dtype: ExportDtype = "bfloat16", card: str | None = None
-) -> None:
+def export_zlab(draft_model: DFlashDraftModel, folder: Path, dtype: ExportDtype, card: str | None = None) -> None:
     """Write the drafter, read it back, and compare: the folder appears only if what it holds is the same drafter.
 
     Args:
@@ -138,7 +136,7 @@ def _target_scales(config: DFlashConfig) -> dict[str, float | None]:
 def export_speculators(
     draft_model: DFlashDraftModel,
     folder: Path,
-    dtype: ExportDtype = "bfloat16",
+    dtype: ExportDtype,
     *,
     verifier: str | None,
     verifier_architectures: tuple[str, ...] = (),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,30 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answer_key, counted, make_answer
 from draftline.data.conversations import Conversation, Unusable
 from draftline.data.template import ChatTemplate, Refused
+from draftline.options import GenerationSettings
 from draftline.records import Sample
 from draftline.targets.model import context_limit, stop_token_ids, weights_fingerprint
 
 OWN_ANSWERS_AGREEMENT = 0.95
 """Above this share the answers are taken for the target's own; ties and re-tokenised texts explain the rest."""
-
-
-@dataclass(frozen=True)
-class GenerationSettings:
-    """How the target answers; greedy always.
-
-    Attributes:
-        max_new_tokens: longest answer, tokens; an answer that reaches it is kept as cut (`finish_reason: length`).
-        batch_size: answers in flight; determines speed and memory only.
-        template_options: keyword arguments of the chat template for all rows; a row's own come on top.
-    """
-
-    max_new_tokens: int = 1024
-    batch_size: int = 16
-    template_options: dict[str, Any] = field(default_factory=dict)
-
-    def identity(self) -> dict[str, Any]:
-        """The part that can change an answer. Template options act through the prompt ids."""
-        return {"max_new_tokens": self.max_new_tokens, "temperature": 0}
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ import torch
 from draftline.audit.folders import audit_checkpoint
 from draftline.audit.report import AuditReport
 from draftline.config import ExportDtype
-from draftline.formats.load import Given
 from draftline.formats.write import export_zlab
+from draftline.options import Given
 from draftline.targets.layers import default_target_layer_ids
 from tests.formats.checkpoints import CONTRACTS, Tree, modelopt_sliding, tensors_of, write
 from tests.formats.drafters import make_drafter, make_target

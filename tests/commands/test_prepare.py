@@ -8,9 +8,8 @@ import pytest
 from draftline import cli
 from draftline.commands.prepare import answer_and_prepare
 from draftline.config import TargetConfig
-from draftline.data.prepare import PrepareOptions
+from draftline.options import GenerationSettings, PrepareOptions
 from draftline.targets.model import load_target
-from draftline.targets.regenerate import GenerationSettings
 from tests.data.test_prepare import row, write
 
 PROMPTS = ["Sort these numbers: 5 2 9", "What is 12 + 7?", "Say hello", "Count to 4", "What is 3 + 4?", "Sort: 2 1"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import cast
 
 import pytest
 import yaml
@@ -12,10 +13,9 @@ from draftline import cli
 from draftline.audit.finding import CheckResult, Finding
 from draftline.audit.report import AuditReport
 from draftline.commands.train import audit_gate
-from draftline.config import RunConfig, TargetConfig, load_run_config
+from draftline.config import RunConfig, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
-from draftline.run import Gate, RunResult
-from draftline.targets.model import load_target
+from draftline.run import Gate, Run, RunResult
 from draftline.train.run_folder import RunFolder
 from tests.commands.test_prepare import prepared
 
@@ -94,6 +94,15 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "another tokenizer or chat template" in capsys.readouterr().err
 
 
+RUN = cast(Run, None)
+"""Nothing looks at it: what the audit finds is given."""
+
+
+def audit_finds(monkeypatch: pytest.MonkeyPatch, report: AuditReport) -> None:
+    monkeypatch.setattr("draftline.audit.folders.subject_of_run", lambda run: run)
+    monkeypatch.setattr("draftline.audit.run_audit", lambda _subject: report)
+
+
 @pytest.fixture
 def two_errors_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     findings = [
@@ -101,30 +110,28 @@ def two_errors_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         Finding("DRF001", "error", "fc", "evidence", "fix"),
         Finding("LOS003", "warning", "gamma", "evidence", "fix"),
     ]
-    monkeypatch.setattr("draftline.audit.folders.audit_run_config", lambda *_: AuditReport(findings, []))
+    audit_finds(monkeypatch, AuditReport(findings, []))
 
 
 @pytest.mark.usefixtures("two_errors_and_a_warning")
 def test_the_gate_stops_a_run_for_each_error_that_is_not_allowed() -> None:
-    target = load_target(TargetConfig(name="tiny"))
     for allow, left in ([], "TGT002, DRF001"), (["TGT002"], "DRF001"), (["LOS003"], "TGT002, DRF001"):
         with pytest.raises(AuditRefusal, match=f"found {left}: ") as refusal:
-            audit_gate(allow)(RunConfig(), target)
+            audit_gate(allow)(RUN)
         assert refusal.value.exit_status == 1
-    examination = audit_gate(["DRF001", "TGT002"])(RunConfig(), target)
+    examination = audit_gate(["DRF001", "TGT002"])(RUN)
     assert examination.allowed == ["TGT002", "DRF001"]
     assert [finding["code"] for finding in examination.report["findings"]] == ["TGT002", "DRF001", "LOS003"]
-    everything = audit_gate(["LOS003", "DRF001", "TGT002"])(RunConfig(), target)
+    everything = audit_gate(["LOS003", "DRF001", "TGT002"])(RUN)
     assert everything.allowed == ["TGT002", "DRF001", "LOS003"]  # the run says of itself that a warning was allowed
 
 
 def test_a_check_that_could_not_run_stops_a_run_too(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = [CheckResult("DRF011", "crashed", 0.1, "IndexError: of no use")]
-    monkeypatch.setattr("draftline.audit.folders.audit_run_config", lambda *_: AuditReport([], checks))
-    target = load_target(TargetConfig(name="tiny"))
+    audit_finds(monkeypatch, AuditReport([], checks))
     with pytest.raises(AuditRefusal, match="found DRF011: "):
-        audit_gate([])(RunConfig(), target)
-    assert audit_gate(["DRF011"])(RunConfig(), target).allowed == ["DRF011"]
+        audit_gate([])(RUN)
+    assert audit_gate(["DRF011"])(RUN).allowed == ["DRF011"]
 
 
 def test_only_codes_of_checks_can_be_allowed() -> None:

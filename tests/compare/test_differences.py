@@ -11,6 +11,7 @@ import pytest
 from draftline.compare import compare_groups
 from draftline.compare.groups import Comparison
 from draftline.errors import CheckpointError, DataError
+from draftline.options import CompareSettings
 from tests.compare.synthetic_runs import STEPS, heldout_records, write_csv, write_run
 
 CURVE = 0.3 * (1 - np.exp(-STEPS / 300))
@@ -37,7 +38,7 @@ def identity(**changes: Any) -> dict[str, Any]:
 def compared(folder: Path, second: dict[str, Any], **options: Any) -> Comparison:
     first = write_run(folder / "a", heldout_records(CURVE), identity())
     other = write_run(folder / "b", heldout_records(2 * CURVE), second)
-    return compare_groups({"a": [first], "b": [other]}, **options)
+    return compare_groups({"a": [first], "b": [other]}, CompareSettings(**options))
 
 
 def test_every_difference_is_listed_by_area(tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_no_common_metric(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no common metric: .*a\.csv has score, .*b\.csv has accuracy"):
         compare_groups(groups)
     with pytest.raises(DataError, match=r"b\.csv has no score: it has accuracy"):
-        compare_groups(groups, metric=["score"])
+        compare_groups(groups, CompareSettings(metric=("score",)))
     (tmp_path / "b.csv").write_text("step,score,other\n1,2,3\n")
     (tmp_path / "a.csv").write_text("step,score,other\n1,2,3\n")
     with pytest.raises(DataError, match="several common values, score, other"):

@@ -11,6 +11,7 @@ import pytest
 from draftline.compare import compare_groups, name_groups
 from draftline.compare.groups import Pair
 from draftline.errors import ConfigError, DataError
+from draftline.options import CompareSettings
 from tests.compare.synthetic_runs import STEPS, heldout_records, learning_curve, write_csv, write_run
 
 SMOOTH = 0.3 * (1 - np.exp(-STEPS / 300))
@@ -43,7 +44,7 @@ def runs(folder: Path, after: np.ndarray = TWICE_AS_FAST, **identities: Any) -> 
 
 
 def only_pair(groups: dict[str, list[Path]], **options: Any) -> Pair:
-    return compare_groups(groups, **options).pairs[0]
+    return compare_groups(groups, CompareSettings(**options)).pairs[0]
 
 
 def test_twice_as_fast_is_twice_as_soon(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_several_groups_are_each_compared_with_the_first(tmp_path: Path) -> None
 @pytest.mark.parametrize("margin", [-0.1, 1.0])
 def test_a_margin_that_is_no_share_is_refused(tmp_path: Path, margin: float) -> None:
     with pytest.raises(ConfigError, match="margin"):
-        compare_groups(runs(tmp_path), margin=margin)
+        compare_groups(runs(tmp_path), CompareSettings(margin=margin))
 
 
 def test_too_few_groups_are_refused(tmp_path: Path) -> None:

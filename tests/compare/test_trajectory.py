@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from draftline.compare import compare_groups
 from draftline.compare.trajectory import read_trajectory
 from draftline.errors import CheckpointError, DataError
+from draftline.options import CompareSettings
 from tests.compare.synthetic_runs import STEPS, heldout_records, write_run
 
 ACCURACY = STEPS / 2000
@@ -86,7 +87,7 @@ def test_all_forms_of_one_run_are_equal(tmp_path: Path) -> None:
             writer.add_scalar("valid/acc", value, step)
     paths = [run, run / "metrics.jsonl", tmp_path / "log.csv", tmp_path / "board"]
     names = ["heldout_accuracy", "top1", "valid/acc"]
-    comparison = compare_groups({path.name: [path] for path in paths}, metric=names)
+    comparison = compare_groups({path.name: [path] for path in paths}, CompareSettings(metric=tuple(names)))
     assert [pair.verdict for pair in comparison.pairs] == ["same"] * 3
     assert [pair.ratio.value for pair in comparison.pairs] == pytest.approx([1] * 3)
 

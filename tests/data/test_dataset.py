@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from draftline.data.dataset import FORMAT, PreparedDataset
-from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.prepare import prepare
 from draftline.errors import DataError, StorageError
+from draftline.options import PrepareOptions
 from tests.data.chat_tokenizers import CHATML, make_tokenizer
 from tests.data.test_prepare import row, write
 

@@ -6,8 +6,9 @@ import pytest
 
 from draftline.cli import run
 from draftline.data.inspect import ConversationView, as_text, inspect_dataset
-from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.prepare import prepare
 from draftline.errors import DataError
+from draftline.options import PrepareOptions
 from tests.data.chat_tokenizers import CHATML, make_tokenizer, sentencepiece_tokenizer
 
 ROW = '{"messages": [{"role": "user", "content": "<b>hi</b>"}, {"role": "assistant", "content": "It is 字 four"}]}'

@@ -11,9 +11,9 @@ import pytest
 
 from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
-from draftline.data.prepare import PrepareOptions, given_samples, prepare
-from draftline.data.render import MaskOptions
+from draftline.data.prepare import given_samples, prepare
 from draftline.errors import DataError, Interrupted, StorageError, TemplateError
+from draftline.options import MaskOptions, PrepareOptions
 from tests.data.chat_tokenizers import CHATML, GEMMA, THINKING, make_tokenizer
 
 

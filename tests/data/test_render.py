@@ -1,9 +1,10 @@
 import pytest
 
 from draftline.data.conversations import Conversation, FunctionCall, Message, TokenRow, ToolCall, Unusable
-from draftline.data.render import MaskOptions, RenderedConversation, check_tokens, render_conversation, text_pieces
+from draftline.data.render import RenderedConversation, check_tokens, render_conversation, text_pieces
 from draftline.data.template import ChatTemplate
 from draftline.errors import TemplateError
+from draftline.options import MaskOptions
 from tests.data.chat_tokenizers import (
     CHATML,
     TEMPLATES,

@@ -11,8 +11,9 @@ import pytest
 
 from draftline.data.answers import AnswerStore
 from draftline.data.conversations import Conversation, Message, Unusable
-from draftline.data.server import Endpoint, ServerAnswers, ServerSettings
+from draftline.data.server import Endpoint, ServerAnswers
 from draftline.errors import ServerError
+from draftline.options import ServerSettings
 
 
 class ChatServer:
@@ -87,13 +88,13 @@ def prompts(*texts: str) -> Conversation:
 
 def ask(server: ChatServer, path: Path, conversations: list[Conversation], **settings: Any) -> list[Any]:
     with AnswerStore(path / "answers.jsonl") as store:
-        answerer = ServerAnswers(store, ServerSettings(Endpoint(server.url), "m", **settings), first_pause_s=0.01)
+        answerer = ServerAnswers(store, Endpoint(server.url), ServerSettings(model="m", **settings), first_pause_s=0.01)
         return answerer(conversations)
 
 
 def test_turns_follow_the_regenerated_history_and_concurrency_is_bounded(server: ChatServer, tmp_path: Path) -> None:
     asked = [prompts(f"a{n}", f"b{n}") for n in range(12)]
-    answered = ask(server, tmp_path, asked, concurrency=3)
+    answered = ask(server, tmp_path, asked, batch_size=3)
     assert [[message.content for message in chat.messages] for chat in answered] == [
         [f"a{n}", f"1: a{n}", f"b{n}", f"3: b{n}"] for n in range(12)
     ]
@@ -110,7 +111,7 @@ def test_stored_answers_are_not_asked_again(server: ChatServer, tmp_path: Path) 
 
 def test_a_key_is_sent_with_every_request(server: ChatServer, tmp_path: Path) -> None:
     with AnswerStore(tmp_path / "answers.jsonl") as store:
-        ServerAnswers(store, ServerSettings(Endpoint(server.url, "secret"), "m"))([prompts("a", "b")])
+        ServerAnswers(store, Endpoint(server.url, "secret"), ServerSettings(model="m"))([prompts("a", "b")])
     assert server.keys == {"Bearer secret"}
 
 
@@ -135,9 +136,9 @@ def test_giving_up_names_the_reason_and_keeps_answers(server: ChatServer, tmp_pa
 
 def test_absent_server_is_one_clear_line(tmp_path: Path) -> None:
     with AnswerStore(tmp_path / "answers.jsonl") as store:
-        settings = ServerSettings(Endpoint("http://127.0.0.1:9/v1"), "m", retries=1)
+        settings = ServerSettings(model="m", retries=1)
         with pytest.raises(ServerError, match="did not answer"):
-            ServerAnswers(store, settings, first_pause_s=0.01)([prompts("a")])
+            ServerAnswers(store, Endpoint("http://127.0.0.1:9/v1"), settings, first_pause_s=0.01)([prompts("a")])
 
 
 def test_reasoning_calls_and_finish_reason_are_kept(server: ChatServer, tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_a_server_that_refuses_all_conversations_is_not_asked_for_each(server: C
     asked = [prompts(str(n)) for n in range(60)]
     server.status_by_text = {str(n): 400 for n in range(60)}
     with pytest.raises(ServerError, match=r"took none of the first 20 conversations.*check --model"):
-        ask(server, tmp_path, asked, concurrency=2)
+        ask(server, tmp_path, asked, batch_size=2)
     assert len(server.requests) < 30
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from draftline.data.answers import answer_slots
-from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.prepare import prepare
 from draftline.data.prompts import read_prompts
 from draftline.data.split import split_heldout
 from draftline.errors import DataError
+from draftline.options import PrepareOptions
 from tests.data.chat_tokenizers import THINKING, make_tokenizer
 from tests.data.test_prepare import row, write
 

@@ -11,8 +11,7 @@ from draftline.data.prompts import Prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate.answer import answer_dialogue, answer_prompt
-from draftline.evaluate.generate import GREEDY, Sampling
-from draftline.evaluate.settings import EvaluationSettings
+from draftline.options import AnswerSettings, EvaluationSettings, Sampling
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.model import Target, load_target, stop_token_ids
 
@@ -36,7 +35,7 @@ def naive_answer(target: Target, text: str, budget: int) -> list[int]:
 
 
 def test_an_answer_is_the_targets_own_and_its_counts_add_up(pair: tuple[Target, DFlashDraftModel]) -> None:
-    answer = answer_prompt(*pair, "What is 12 + 7?", max_new_tokens=12, sampling=GREEDY, seed=0)
+    answer = answer_prompt(*pair, "What is 12 + 7?", AnswerSettings(max_new_tokens=12))
     assert answer.output_ids == naive_answer(pair[0], "What is 12 + 7?", 12)
     text = pair[0].require_tokenizer().decode(answer.output_ids, skip_special_tokens=True)
     assert answer.text == answer.to_json()["text"] == text
@@ -47,7 +46,7 @@ def test_an_answer_is_the_targets_own_and_its_counts_add_up(pair: tuple[Target, 
 
 def test_an_empty_prompt_is_refused(pair: tuple[Target, DFlashDraftModel]) -> None:
     with pytest.raises(DataError, match="--prompt"):
-        answer_prompt(*pair, " \n", max_new_tokens=4, sampling=GREEDY, seed=0)
+        answer_prompt(*pair, " \n", AnswerSettings(max_new_tokens=4))
 
 
 def test_both_decodings_of_a_sampled_turn_have_a_generator_of_their_own(
@@ -55,7 +54,7 @@ def test_both_decodings_of_a_sampled_turn_have_a_generator_of_their_own(
 ) -> None:
     """What was asked before does not change an answer: the second prompt alone, and as the second of two."""
     prompt = Prompt("p.jsonl", 1, Conversation(messages=(Message(role="user", content="Count to ten"),)))
-    settings = EvaluationSettings(8, sampling=Sampling(temperature=1.0), seed=5)
+    settings = EvaluationSettings(max_new_tokens=8, sampling=Sampling(temperature=1.0), seed=5)
     first, again, other = (next(answer_dialogue(*pair, prompt, index, settings)) for index in (1, 1, 2))
     assert first.drafted.output_ids == again.drafted.output_ids
     assert first.plain.output_ids == again.plain.output_ids

@@ -21,9 +21,9 @@ from draftline.evaluate import answer as answer_module
 from draftline.evaluate import benchmark as benchmark_module
 from draftline.evaluate.acceptance import Acceptance
 from draftline.evaluate.benchmark import evaluate_prompts
-from draftline.evaluate.generate import Generation, Sampling
+from draftline.evaluate.generate import Generation
 from draftline.evaluate.result import EvaluationResult, result_table
-from draftline.evaluate.settings import EvaluationSettings
+from draftline.options import EvaluationSettings, Sampling
 from draftline.report.results import token_slots
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.model import Target, load_target, stop_token_ids, weights_fingerprint
@@ -50,7 +50,7 @@ def result(pair: tuple[Target, DFlashDraftModel]) -> EvaluationResult:
     found = evaluate_prompts(
         *pair,
         [dialogue(turns, number) for number, turns in enumerate(TURNS, start=1)],
-        EvaluationSettings(NEW_TOKENS),
+        EvaluationSettings(max_new_tokens=NEW_TOKENS),
         on_turn=lambda done, total: seen.append((done, total)),
     )
     assert seen == [(1, 3), (2, 3), (3, 3)]
@@ -130,7 +130,7 @@ def test_tables_fit_narrow_terminals_whole(result: EvaluationResult, width: int)
 
 def test_repeated_prompts_are_a_warning(pair: tuple[Target, DFlashDraftModel]) -> None:
     prompts = [dialogue(["Hello"], number) for number in (1, 2)] + [dialogue(["Bye"], 3)]
-    found = evaluate_prompts(*pair, prompts, EvaluationSettings(2))
+    found = evaluate_prompts(*pair, prompts, EvaluationSettings(max_new_tokens=2))
     assert "1 of 3 prompts were asked before, the first is prompts.jsonl line 2" in found.warnings[0]
 
 
@@ -139,14 +139,14 @@ def test_the_result_says_which_drafter_and_target_it_is_of(
 ) -> None:
     target, drafter = pair
     other = DFlashDraftModel(drafter.config)
-    again = evaluate_prompts(target, other, [dialogue(["Hello"])], EvaluationSettings(2))
+    again = evaluate_prompts(target, other, [dialogue(["Hello"])], EvaluationSettings(max_new_tokens=2))
     assert (again.target_weights, again.drafter) == (result.target_weights, None)
     assert result.target_weights == weights_fingerprint(target.model)
     assert result.drafter_weights == weights_fingerprint(drafter) != again.drafter_weights
 
 
 def test_numbers_that_do_not_exist_are_null(pair: tuple[Target, DFlashDraftModel]) -> None:
-    found = evaluate_prompts(*pair, [dialogue(["Hello"])], EvaluationSettings(1))
+    found = evaluate_prompts(*pair, [dialogue(["Hello"])], EvaluationSettings(max_new_tokens=1))
     assert math.isnan(found.acceptance_length)
     assert found.to_json()["acceptance_length"] is None
     assert found.to_json()["acceptance_rate_by_position"] == [None] * 7
@@ -156,8 +156,9 @@ def test_a_prompt_that_is_too_long_is_named_before_anything_is_answered(pair: tu
     limit = pair[0].config.max_position_embeddings
     prompts = [dialogue(["Hello"]), dialogue(["many words " * limit], 2)]
     answered: list[int] = []
+    settings = EvaluationSettings(max_new_tokens=4)
     with pytest.raises(DataError, match=r"prompts.jsonl line 2, 'many words"):
-        evaluate_prompts(*pair, prompts, EvaluationSettings(4), on_turn=lambda done, _total: answered.append(done))
+        evaluate_prompts(*pair, prompts, settings, on_turn=lambda done, _total: answered.append(done))
     assert answered == []
 
 
@@ -173,17 +174,17 @@ def test_a_dialogue_counts_once_in_the_share_of_equal_prompts(
         return replace(plain, output_ids=plain.output_ids[:-1]) if next(calls) < 2 else plain
 
     monkeypatch.setattr(answer_module, "generate_plain", spoil)
-    found = evaluate_prompts(*pair, [dialogue(turns) for turns in TURNS], EvaluationSettings(4))
+    found = evaluate_prompts(*pair, [dialogue(turns) for turns in TURNS], EvaluationSettings(max_new_tokens=4))
     assert (len(found.differences), found.greedy_equal, found.prompts) == (2, 0.5, 2)
 
 
 def test_no_prompts_is_an_error_with_the_fix(pair: tuple[Target, DFlashDraftModel]) -> None:
     with pytest.raises(DataError, match="turns"):
-        evaluate_prompts(*pair, [], EvaluationSettings(4))
+        evaluate_prompts(*pair, [], EvaluationSettings(max_new_tokens=4))
 
 
 def test_with_sampling_what_is_not_defined_is_null_and_said(pair: tuple[Target, DFlashDraftModel]) -> None:
-    settings = EvaluationSettings(6, sampling=Sampling(temperature=0.8, top_p=0.9), seed=3)
+    settings = EvaluationSettings(max_new_tokens=6, sampling=Sampling(temperature=0.8, top_p=0.9), seed=3)
     found, again = (evaluate_prompts(*pair, [dialogue(["Hello"]), dialogue(["Bye"], 2)], settings) for _ in range(2))
     tree = found.to_json()
     for key in ("greedy_equal", "teacher_forced_acceptance_length"):
@@ -208,14 +209,14 @@ def test_an_estimate_that_disagrees_is_a_warning(
         return [Acceptance(walk.tokens * 11, walk.forwards * 10) for walk in original(*words)]
 
     monkeypatch.setattr(benchmark_module, "teacher_forced_walk", flattered)
-    found = evaluate_prompts(*pair, [dialogue(["Hello"])], EvaluationSettings(6))
+    found = evaluate_prompts(*pair, [dialogue(["Hello"])], EvaluationSettings(max_new_tokens=6))
     assert len(found.warnings) == 1
     assert "differ by more than 5%" in found.warnings[0]
 
 
 def test_a_later_turn_that_does_not_fit_is_left_out_loudly(pair: tuple[Target, DFlashDraftModel]) -> None:
     long = "many words " * pair[0].config.max_position_embeddings
-    found = evaluate_prompts(*pair, [dialogue(["Hello", long, "Bye"])], EvaluationSettings(2))
+    found = evaluate_prompts(*pair, [dialogue(["Hello", long, "Bye"])], EvaluationSettings(max_new_tokens=2))
     assert len(found.per_prompt) == 1
     assert "2 turns were not asked" in found.warnings[0]
     assert "turn 2 of prompts.jsonl line 1" in found.warnings[0]
@@ -223,7 +224,7 @@ def test_a_later_turn_that_does_not_fit_is_left_out_loudly(pair: tuple[Target, D
 
 def test_system_prompt_and_training_modes_are_compared(pair: tuple[Target, DFlashDraftModel]) -> None:
     trained = ChatMode({"with_reasoning": 9}, {"none": 9}, {"{}": 9})
-    settings = EvaluationSettings(2, system_prompt="You are a pirate.")
+    settings = EvaluationSettings(max_new_tokens=2, system_prompt="You are a pirate.")
     found = evaluate_prompts(*pair, [dialogue(["Hello"])], settings, trained_mode=trained)
     assert "pirate" in pair[0].require_tokenizer().decode(found.per_prompt[0].input_ids)
     assert ["think first" in warning for warning in found.warnings] == [True, False]

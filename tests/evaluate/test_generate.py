@@ -20,15 +20,16 @@ from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.evaluate.generate import (
     GREEDY,
     BlockDrafter,
-    Sampling,
     decode,
     draw,
     generate,
     generate_plain,
+    probabilities,
     tie_gap,
     verify_greedy,
     verify_sampled,
 )
+from draftline.options import Sampling
 from tests.evaluate import pairs
 
 
@@ -78,10 +79,10 @@ def test_sampling_with_a_drafter_has_the_distribution_of_sampling_without() -> N
     ids, sampling = torch.tensor([prompt_ids[0]]), Sampling(temperature=4.0, top_k=2)
     expected: dict[tuple[int, int], float] = {}
     with torch.no_grad():
-        first = sampling.probabilities(target.model(input_ids=ids).logits[0, -1])
+        first = probabilities(sampling, target.model(input_ids=ids).logits[0, -1])
         for a in first.nonzero()[:, 0].tolist():
             longer = torch.cat([ids, torch.tensor([[a]])], dim=1)
-            second = sampling.probabilities(target.model(input_ids=longer).logits[0, -1])
+            second = probabilities(sampling, target.model(input_ids=longer).logits[0, -1])
             expected |= {(a, b): float(first[a] * second[b]) for b in second.nonzero()[:, 0].tolist()}
     generator, draws = torch.Generator().manual_seed(0), 300
     counts: Counter[tuple[int, int]] = Counter()
@@ -163,21 +164,21 @@ def naive_probabilities(logits: list[float], sampling: Sampling) -> list[float]:
 @pytest.mark.parametrize(
     "sampling",
     [
-        Sampling(1.0),
-        Sampling(0.7, top_p=0.8),
-        Sampling(1.3, top_k=3),
-        Sampling(2.0, top_p=0.6, top_k=4),
-        Sampling(1.0, 1e-9),
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.7, top_p=0.8),
+        Sampling(temperature=1.3, top_k=3),
+        Sampling(temperature=2.0, top_p=0.6, top_k=4),
+        Sampling(temperature=1.0, top_p=1e-9),
     ],
 )
 def test_probabilities_follow_the_naive_filter(sampling: Sampling) -> None:
     logits = torch.randn(20, 9, generator=torch.Generator().manual_seed(0))
     expected = torch.tensor([naive_probabilities(row, sampling) for row in logits.tolist()], dtype=torch.float64)
-    torch.testing.assert_close(sampling.probabilities(logits), expected, rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(probabilities(sampling, logits), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
-    assert (Sampling(1.0, top_k=2).probabilities(torch.zeros(1, 6)) > 0).sum() == 2
+    assert (probabilities(Sampling(temperature=1.0, top_k=2), torch.zeros(1, 6)) > 0).sum() == 2
 
 
 @pytest.mark.parametrize(
@@ -205,8 +206,8 @@ def first_two_tokens(sampling: Sampling, broken: bool, sayable: int) -> tuple[Te
     generator = torch.Generator().manual_seed(1)
     target_logits = torch.randn(VOCABULARY + 1, VOCABULARY, generator=generator) * 1.5
     draft = torch.zeros(BLOCK, VOCABULARY, dtype=torch.float64)
-    draft[:, :sayable] = sampling.probabilities(torch.randn(BLOCK, sayable, generator=generator) * 1.5)
-    target = sampling.probabilities(target_logits)
+    draft[:, :sayable] = probabilities(sampling, torch.randn(BLOCK, sayable, generator=generator) * 1.5)
+    target = probabilities(sampling, target_logits)
     counts = torch.zeros(VOCABULARY, VOCABULARY)
     for _ in range(DRAWS):
         tokens: list[int] = []
@@ -223,7 +224,7 @@ def first_two_tokens(sampling: Sampling, broken: bool, sayable: int) -> tuple[Te
 
 def p_value(broken: bool, sayable: int = VOCABULARY) -> float:
     """Chi-square test of what was counted against what the target says."""
-    counts, expected = first_two_tokens(Sampling(1.5, top_p=0.9, top_k=4), broken, sayable)
+    counts, expected = first_two_tokens(Sampling(temperature=1.5, top_p=0.9, top_k=4), broken, sayable)
     possible = expected > 0
     assert 8 < possible.sum() < possible.numel()
     assert counts[~possible].sum() == 0
@@ -240,7 +241,7 @@ def test_a_wrong_replacement_rule_fails_the_same_test() -> None:
 
 
 def test_greedy_probabilities_are_a_single_point() -> None:
-    assert GREEDY.probabilities(torch.tensor([[0.0, 2.0, 1.0]])).tolist() == [[0.0, 1.0, 0.0]]
+    assert probabilities(GREEDY, torch.tensor([[0.0, 2.0, 1.0]])).tolist() == [[0.0, 1.0, 0.0]]
 
 
 KEPT = torch.arange(0, pairs.VOCABULARY - 1, 2)
@@ -283,7 +284,7 @@ def test_all_tokens_kept_but_the_mask_drafts_what_the_whole_vocabulary_does() ->
 
 def test_a_sampled_proposal_is_a_distribution_over_the_whole_vocabulary() -> None:
     target, _, prompt_ids = pairs.trained_pair()
-    model, sampling = reduced(KEPT), Sampling(1.3, top_p=0.9)
+    model, sampling = reduced(KEPT), Sampling(temperature=1.3, top_p=0.9)
     drafter = BlockDrafter(target, model, sampling, torch.Generator().manual_seed(0))
     states = torch.randn(1, 5, model.fc.in_features, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -294,7 +295,7 @@ def test_a_sampled_proposal_is_a_distribution_over_the_whole_vocabulary() -> Non
         block = block_input_ids(torch.tensor([prompt_ids[0][-1]]), 6, model.config.mask_token_id)
         logits = target.head.logits(model.draft(cache, target.embed(block))[0, 1:])[:, KEPT]
     assert proposal.probabilities_KV is not None
-    torch.testing.assert_close(proposal.probabilities_KV[:, KEPT], sampling.probabilities(logits))
+    torch.testing.assert_close(proposal.probabilities_KV[:, KEPT], probabilities(sampling, logits))
     torch.testing.assert_close(proposal.probabilities_KV.sum(-1), torch.ones(5, dtype=torch.float64))
     assert (proposal.probabilities_KV.gather(1, proposal.tokens_K[:, None]) > 0).all()
     output = generate(

@@ -17,12 +17,14 @@ from draftline.config import TargetConfig
 from draftline.data.conversations import Conversation, Message
 from draftline.data.server import Endpoint
 from draftline.errors import ConfigError, ServerError
-from draftline.evaluate.server import Level, ServerMeasurement, ServerResult, evaluate_server, server_table
+from draftline.evaluate.server import Level, ServerResult, evaluate_server, server_table
+from draftline.options import ServerMeasurement
 from draftline.targets.model import load_tokenizer
 from tests.evaluate.engine_servers import DRAFTED, EngineServer, Program, answer_to
 
 TEXTS = ["Sort: 5 2 9", "What is 12 + 7?", "Reverse: a b c d", "Count to ten", "Say it again, please", "Hello"]
 LIMIT = 9
+ONCE = ServerMeasurement(model=None, max_new_tokens=LIMIT, concurrency=(1,))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +50,7 @@ def chat(*turns: str) -> Conversation:
 
 
 def measure(server: EngineServer, tokenizer: PreTrainedTokenizerBase, *concurrency: int, **words: Any) -> ServerResult:
-    wanted = ServerMeasurement(None, LIMIT, concurrency or (1,))
+    wanted = ServerMeasurement(model=None, max_new_tokens=LIMIT, concurrency=concurrency or (1,))
     prompts = words.pop("prompts", [chat(text) for text in TEXTS])
     return evaluate_server(Endpoint(server.url, **words), tokenizer, prompts, wanted)
 
@@ -129,18 +131,18 @@ def test_other_programs_and_models_are_refused(start: Any, tokenizer: PreTrained
         measure(start("vllm", owner="somebody"), tokenizer)
     server = start("vllm")
     with pytest.raises(ServerError, match="has no model 'other': it serves target"):
-        evaluate_server(Endpoint(server.url), tokenizer, [chat("Hello")], ServerMeasurement("other"))
+        evaluate_server(Endpoint(server.url), tokenizer, [chat("Hello")], ONCE.model_copy(update={"model": "other"}))
     with pytest.raises(ServerError, match="serves no model"):
         measure(start("vllm", serves=False), tokenizer)
     with pytest.raises(ServerError, match=r"lists no models \(status 501.*up to and with /v1"):
-        evaluate_server(Endpoint(server.url + "/v2"), tokenizer, [chat("Hello")], ServerMeasurement())
+        evaluate_server(Endpoint(server.url + "/v2"), tokenizer, [chat("Hello")], ONCE)
 
 
 def test_an_absent_server_is_one_line(tokenizer: PreTrainedTokenizerBase) -> None:
     with pytest.raises(ServerError, match=r"127.0.0.1:9/v1 does not answer .*start it, or fix --base-url"):
-        evaluate_server(Endpoint("http://127.0.0.1:9/v1"), tokenizer, [chat("Hello")], ServerMeasurement())
+        evaluate_server(Endpoint("http://127.0.0.1:9/v1"), tokenizer, [chat("Hello")], ONCE)
     with pytest.raises(ServerError, match="does not answer"):
-        evaluate_server(Endpoint("no address"), tokenizer, [chat("Hello")], ServerMeasurement())
+        evaluate_server(Endpoint("no address"), tokenizer, [chat("Hello")], ONCE)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +210,7 @@ def test_a_silent_server_is_not_waited_for(tokenizer: PreTrainedTokenizerBase, m
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = Endpoint(f"http://127.0.0.1:{silent.getsockname()[1]}/v1")
         with pytest.raises(ServerError, match=r"does not answer .no reply in time.: start it"):
-            evaluate_server(endpoint, tokenizer, [chat("Hello")], ServerMeasurement())
+            evaluate_server(endpoint, tokenizer, [chat("Hello")], ONCE)
 
 
 def test_table_has_a_column_per_concurrency(start: Any, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from draftline import cli
@@ -19,14 +20,17 @@ from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import CheckpointError, ExportError, StorageError, TargetError
 from draftline.formats.card import trained_mode
-from draftline.formats.exporting import Results, export_drafter, import_drafter, target_of_export
+from draftline.formats.exporting import export_drafter, import_drafter, target_of_export
 from draftline.formats.load import load_drafter
 from draftline.formats.programs import READERS, Reader, Serving, serving_command
+from draftline.options import ExportSettings, Results
 from draftline.records import StepMetrics
 from draftline.targets.model import TINY_FOLDER, save_target
 from draftline.train.checkpoint import Checkpoint, TrainState, write_checkpoint
 from tests.formats.checkpoints import CONTRACTS, tensors_of, write
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target, same_weights
+
+FLOAT32 = ExportSettings(dtype="float32")
 
 
 def make_run(folder: Path, trained_for: TargetConfig | None = None, **changes: Any) -> Path:
@@ -50,7 +54,10 @@ def make_run(folder: Path, trained_for: TargetConfig | None = None, **changes: A
 def test_a_run_is_exported_for_every_reader(tmp_path: Path, reader: Any) -> None:
     run, target = make_run(tmp_path / "run"), make_target()
     report = export_drafter(
-        source=run, out=tmp_path / "out", target=target, reader=reader, dtype="float32", target_path="a/target"
+        source=run,
+        out=tmp_path / "out",
+        target=target,
+        settings=ExportSettings(reader=reader, dtype="float32", target_path="a/target"),
     )
     loaded = load_drafter(tmp_path / "out", target=target)
     assert loaded.format == report.format == ("speculators" if reader == "speculators" else "zlab")
@@ -85,7 +92,9 @@ def test_a_run_is_exported_for_the_target_that_it_knows(tmp_path: Path, capsys: 
 def test_the_embedded_target_is_served_by_its_folder(tmp_path: Path) -> None:
     source = write(tmp_path / "foreign", CONTRACTS["zlab"](), tensors_of("zlab", make_drafter()))
     tiny = dataclasses.replace(make_target(), name="tiny")
-    report = export_drafter(source=source, out=tmp_path / "out", target=tiny, reader="speculators", dtype="float32")
+    report = export_drafter(
+        source=source, out=tmp_path / "out", target=tiny, settings=ExportSettings(reader="speculators", dtype="float32")
+    )
     settings = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]
     assert settings["verifier"] == {"name_or_path": str(TINY_FOLDER), "architectures": ["Qwen3ForCausalLM"]}
     assert str(TINY_FOLDER) in report.command
@@ -117,8 +126,12 @@ def test_vllm_is_given_a_backend_that_takes_the_dtype(dtype: ExportDtype, backen
 def test_no_server_is_named_for_a_layout_that_none_drafts(tmp_path: Path, reader: Reader) -> None:
     source = make_run(tmp_path / "run", sample_from_anchor=True)
     with pytest.raises(ExportError, match="--for speculators"):
-        export_drafter(source=source, out=tmp_path / "out", target=make_target(), reader=reader)
-    report = export_drafter(source=source, out=tmp_path / "out", target=make_target(), reader="speculators")
+        export_drafter(
+            source=source, out=tmp_path / "out", target=make_target(), settings=ExportSettings(reader=reader)
+        )
+    report = export_drafter(
+        source=source, out=tmp_path / "out", target=make_target(), settings=ExportSettings(reader="speculators")
+    )
     assert report.command.startswith("draftline evaluate")
     card = (tmp_path / "out" / "README.md").read_text()
     assert "vllm serve" not in card
@@ -138,9 +151,9 @@ def test_the_card_says_what_the_drafter_is_and_how_it_was_made(tmp_path: Path) -
         source=make_run(tmp_path / "run", **ALL_SLIDING),
         out=tmp_path / "out",
         target=make_target(),
-        reader="vllm",
-        target_path="a/target",
-        results=Results(evaluation, audit),
+        settings=ExportSettings(
+            reader="vllm", target_path="a/target", results=Results(evaluation=evaluation, audit=audit)
+        ),
     )
     _, front, card = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
     fields = yaml.safe_load(front)
@@ -184,8 +197,8 @@ def test_the_modes_of_the_training_data_go_with_the_drafter(tmp_path: Path, monk
     monkeypatch.setattr(PreparedDataset, "open", lambda _path: data)
     known = trained_mode(run)
     assert known == ChatMode({"with_reasoning": 9}, {"none": 9}, {'{"enable_thinking": true}': 9})
-    export_drafter(source=run, out=tmp_path / "out", target=target, dtype="float32")
-    export_drafter(source=tmp_path / "out", out=tmp_path / "again", target=target, dtype="float32")
+    export_drafter(source=run, out=tmp_path / "out", target=target, settings=FLOAT32)
+    export_drafter(source=tmp_path / "out", out=tmp_path / "again", target=target, settings=FLOAT32)
     data.fingerprint = "other"
     assert trained_mode(run) is None
     assert trained_mode(tmp_path / "out") == trained_mode(tmp_path / "again") == known
@@ -220,7 +233,7 @@ def test_activations_beyond_float16_are_reported(tmp_path: Path) -> None:
     model = make_drafter()
     model.norm.weight.data[0] = 3e5
     source = write(tmp_path / "foreign", CONTRACTS["zlab"](), tensors_of("zlab", model))
-    report = export_drafter(source=source, out=tmp_path / "out", target=make_target(), dtype="float32")
+    report = export_drafter(source=source, out=tmp_path / "out", target=make_target(), settings=FLOAT32)
     assert any(note.startswith("Not float16-safe") for note in report.notes)
     assert "NOT safe in float16" in (tmp_path / "out" / "README.md").read_text()
 
@@ -231,19 +244,23 @@ def test_bad_input_is_refused_in_one_line_and_leaves_nothing(tmp_path: Path) -> 
     (tmp_path / "full" / "mine").write_text("x")
     (tmp_path / "text.json").write_text("{}")
     before = sorted(path.name for path in tmp_path.iterdir())
+    for_speculators = ExportSettings(reader="speculators", dtype="float32")
+    with_text = ExportSettings(results=Results(evaluation=tmp_path / "text.json"))
+    with_absent = ExportSettings(results=Results(audit=tmp_path / "absent.json"))
     cases: list[tuple[type[Exception], dict[str, Any], str]] = [
-        (ExportError, {"reader": "speculators"}, "no speculators form that vLLM runs right"),
-        (ExportError, {"reader": "vlm"}, "not a known reader: use one of zlab"),
-        (ExportError, {"dtype": "float16"}, "float16"),
+        (ExportError, {"settings": for_speculators}, "no speculators form that vLLM runs right"),
         (TargetError, {"target": make_target(num_hidden_layers=8)}, "layers 7"),
         (StorageError, {"out": tmp_path / "full"}, "full"),
         (CheckpointError, {"source": tmp_path / "nowhere"}, "nowhere"),
-        (CheckpointError, {"results": Results(evaluation=tmp_path / "text.json")}, "acceptance_length"),
-        (CheckpointError, {"results": Results(audit=tmp_path / "absent.json")}, "absent"),
+        (CheckpointError, {"settings": with_text}, "acceptance_length"),
+        (CheckpointError, {"settings": with_absent}, "absent"),
     ]
     for kind, changes, words in cases:
-        arguments = {"source": run, "out": tmp_path / "out", "target": target, "dtype": "float32"} | changes
+        arguments = {"source": run, "out": tmp_path / "out", "target": target, "settings": FLOAT32} | changes
         with pytest.raises(kind, match=words) as caught:
             export_drafter(**arguments)
         assert "\n" not in str(caught.value)
         assert sorted(path.name for path in tmp_path.iterdir()) == before
+    for unknown in {"reader": "vlm"}, {"dtype": "float16"}:
+        with pytest.raises(ValidationError, match=r"Input should be ('zlab'|'float32')"):
+            ExportSettings.model_validate(unknown)

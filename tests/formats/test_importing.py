@@ -14,8 +14,9 @@ from transformers import Qwen3Config
 
 from draftline import cli
 from draftline.errors import CheckpointError, DraftlineError, TargetError
-from draftline.formats.load import Given, load_drafter
+from draftline.formats.load import load_drafter
 from draftline.formats.write import export_zlab
+from draftline.options import Given
 from tests.formats.checkpoints import CONTRACTS, FULL, Tree, modelopt_sliding, tensors_of, write
 from tests.formats.drafters import SMALL, make_drafter, make_target, same_weights
 

@@ -20,6 +20,7 @@ from draftline.formats import files as folder_module
 from draftline.formats.exporting import export_drafter, import_drafter
 from draftline.formats.load import load_drafter
 from draftline.formats.write import export_speculators, export_zlab
+from draftline.options import ExportSettings
 from draftline.targets.model import save_target
 from tests.formats.drafters import MIX, make_drafter, make_target
 
@@ -75,7 +76,10 @@ def test_vllm_gets_the_form_that_it_reads(tmp_path: Path) -> None:
     """Its rule: target id = row + d2t[row], logits of all others minus infinity, the head from the file."""
     source = export(tmp_path / "source")
     report = export_drafter(
-        source=source, out=tmp_path / "out", target=TARGET, reader="vllm", dtype="float32", target_path="a/target"
+        source=source,
+        out=tmp_path / "out",
+        target=TARGET,
+        settings=ExportSettings(reader="vllm", dtype="float32", target_path="a/target"),
     )
     assert report.format == "speculators"
     assert "draft-model" in (tmp_path / "out" / "README.md").read_text()
@@ -95,11 +99,11 @@ def test_vllm_gets_the_form_that_it_reads(tmp_path: Path) -> None:
 def test_formats_without_a_place_for_it_refuse_in_one_line(tmp_path: Path, reader: Any) -> None:
     source = export(tmp_path / "source")
     with pytest.raises(ExportError, match="z-lab's format has no place for a reduced vocabulary") as caught:
-        export_drafter(source=source, out=tmp_path / "out", target=TARGET, reader=reader)
+        export_drafter(source=source, out=tmp_path / "out", target=TARGET, settings=ExportSettings(reader=reader))
     assert "--for vllm" in str(caught.value)
     assert "\n" not in str(caught.value)
     with pytest.raises(ExportError, match="reduced vocabulary"):
-        export_zlab(reduced_drafter(), tmp_path / "out")
+        export_zlab(reduced_drafter(), tmp_path / "out", "bfloat16")
     with pytest.raises(ExportError, match=r"stores rows of the target's head.*--target"):
         import_drafter(source=source, out=tmp_path / "out")
     with pytest.raises(ExportError, match="train without drafter"):

@@ -129,6 +129,6 @@ def test_the_flag_that_vllm_applies_to_all_layers_is_right_for_all(changes: dict
 )
 def test_what_the_format_cannot_say_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ExportError, match=words) as caught:
-        export_speculators(make_drafter(**changes), tmp_path / "drafter", verifier=None)
+        export_speculators(make_drafter(**changes), tmp_path / "drafter", "bfloat16", verifier=None)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())

@@ -111,7 +111,7 @@ def test_scales_of_the_target_are_written_only_where_they_act(tmp_path: Path) ->
     model = make_drafter(**scales)
     assert scales.items() <= zlab_config(model.config, "float32")["dflash_config"].items()
     assert not scales.keys() & zlab_config(SMALL, "float32")["dflash_config"].keys()
-    export_zlab(model, tmp_path / "drafter")
+    export_zlab(model, tmp_path / "drafter", "bfloat16")
     assert load_drafter(tmp_path / "drafter").config == model.config
 
 
@@ -124,7 +124,7 @@ def test_scales_of_the_target_are_written_only_where_they_act(tmp_path: Path) ->
 )
 def test_what_the_format_cannot_say_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(ExportError, match=words):
-        export_zlab(make_drafter(**changes), tmp_path / "drafter")
+        export_zlab(make_drafter(**changes), tmp_path / "drafter", "bfloat16")
     assert not list(tmp_path.iterdir())
 
 
@@ -132,7 +132,7 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
     model = make_drafter()
     model.fc.weight.data[0, 0] = float("nan")
     with pytest.raises(ExportError, match=r"fc\.weight"):
-        export_zlab(model, tmp_path / "drafter")
+        export_zlab(model, tmp_path / "drafter", "bfloat16")
     assert not list(tmp_path.iterdir())
 
 
@@ -140,7 +140,7 @@ def test_a_folder_with_content_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "drafter").mkdir()
     (tmp_path / "drafter" / "notes.txt").write_text("mine")
     with pytest.raises(StorageError, match="drafter"):
-        export_zlab(make_drafter(), tmp_path / "drafter")
+        export_zlab(make_drafter(), tmp_path / "drafter", "bfloat16")
     assert [path.name for path in tmp_path.rglob("*")] == ["drafter", "notes.txt"]
 
 

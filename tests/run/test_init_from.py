@@ -14,6 +14,7 @@ from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError
 from draftline.formats.exporting import export_drafter
+from draftline.options import ExportSettings
 from draftline.records import Sample
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import tiny_samples, tiny_target
@@ -23,6 +24,8 @@ ONE_STEP = ("train.max_steps=1", "optim.learning_rate=1e-9", "train.seed=9")
 """A step that moves no weight by more than the rate."""
 
 REDUCED = "drafter.draft_vocab_size=12"
+
+FLOAT32 = ExportSettings(dtype="float32")
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +37,7 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(run: Path, out: Path) -> Path:
-    export_drafter(source=run, out=out, target=tiny_target(), dtype="float32")
+    export_drafter(source=run, out=out, target=tiny_target(), settings=FLOAT32)
     return out
 
 
@@ -118,7 +121,12 @@ def test_a_folder_without_a_drafter_is_refused(tmp_path: Path) -> None:
 def test_a_reduced_vocabulary_stays(tmp_path: Path) -> None:
     small_run(tmp_path / "first", REDUCED)
     source = tmp_path / "drafter"
-    export_drafter(source=tmp_path / "first", out=source, target=tiny_target(), reader="speculators", dtype="float32")
+    export_drafter(
+        source=tmp_path / "first",
+        out=source,
+        target=tiny_target(),
+        settings=ExportSettings(reader="speculators", dtype="float32"),
+    )
     others = [Sample(s.sample_id, s.input_ids.flip(0), s.loss_mask) for s in tiny_samples(24, seed=5)]
     small_run(tmp_path / "run", f"drafter.init_from={source}", REDUCED, *ONE_STEP, samples=others)
     assert_near(load_draft_model(tmp_path / "run"), load_draft_model(tmp_path / "first"))

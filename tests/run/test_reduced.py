@@ -16,6 +16,7 @@ from draftline.errors import CheckpointError, ConfigError
 from draftline.evaluate.generate import generate, generate_plain
 from draftline.formats.exporting import export_drafter
 from draftline.formats.load import load_drafter
+from draftline.options import ExportSettings
 from draftline.records import Sample
 from draftline.run import assemble, choose_conversations, train
 from draftline.targets.model import TINY_FOLDER, load_target, stop_token_ids
@@ -102,7 +103,8 @@ def test_on_the_embedded_target_from_training_to_lossless_decoding(tmp_path: Pat
     )
     data = choose_conversations(config, MemoryConversations(samples, "memory"), None)
     train(assemble(config, target, data), tmp_path / "run")
-    export_drafter(source=tmp_path / "run", out=tmp_path / "out", target=target, reader="vllm", dtype="float32")
+    settings = ExportSettings(reader="vllm", dtype="float32")
+    export_drafter(source=tmp_path / "run", out=tmp_path / "out", target=target, settings=settings)
     model = load_drafter(tmp_path / "out", target=target).draft_model
     assert model.kept_ids is not None
     kept_ids = set(model.kept_ids.tolist())

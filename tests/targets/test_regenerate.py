@@ -8,12 +8,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from draftline.data.answers import AnswerStore
 from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
-from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.prepare import prepare
 from draftline.data.template import render_prompt
 from draftline.errors import DataError
+from draftline.options import GenerationSettings, PrepareOptions
 from draftline.records import Sample
 from draftline.targets.model import weights_fingerprint
-from draftline.targets.regenerate import Agreement, GenerationSettings, TargetAnswers, generate_batch, measure_agreement
+from draftline.targets.regenerate import Agreement, TargetAnswers, generate_batch, measure_agreement
 from tests.data.chat_tokenizers import CHATML, GEMMA, make_tokenizer
 from tests.data.test_prepare import reasons, write
 

@@ -14,8 +14,9 @@ import pytest
 import draftline
 from draftline import cli
 from draftline.data.dataset import PreparedDataset
-from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.prepare import prepare
 from draftline.errors import CheckpointError, DataError
+from draftline.options import PrepareOptions
 from draftline.train import run_folder
 from draftline.train.run_folder import RunFolder
 from tests.data.chat_tokenizers import CHATML, make_tokenizer
