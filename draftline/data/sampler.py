@@ -39,7 +39,7 @@ class RowPlan:
 class Sampler:
     """The rows of a whole training run, in order.
 
-    Arguments:
+    Args:
         sample_ids: the conversations to train on, as positions in the prepared data set.
         lengths: tokens of each of them.
         tokens_per_row: most tokens of a row that holds more than one conversation.

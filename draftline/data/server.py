@@ -116,8 +116,8 @@ class ServerAnswers:
                 try:
                     dialogue.add(await self._answer(client, slots, dialogue.prompt()))
                 except _Unanswerable as unanswerable:
-                    refused.append(unanswerable.reason)
-                    dialogue.drop(unanswerable.reason)
+                    refused.append(str(unanswerable))
+                    dialogue.drop(str(unanswerable))
                     self._check_refusals(refused)
                 report()
 
@@ -208,11 +208,7 @@ class ServerAnswers:
 
 
 class _Unanswerable(Exception):
-    """The server does not answer one conversation; `reason` is its name in the report."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The server does not answer one conversation; the message is the reason's name in the report."""
 
 
 class _Unreadable(Exception):

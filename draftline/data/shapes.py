@@ -63,11 +63,7 @@ _MEDIA_PARTS = frozenset({"video", "video_url", "audio", "audio_url", "input_aud
 
 
 class BadRow(Exception):
-    """A row cannot be used; `reason` is its name in the report."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """A row cannot be used; the message is the reason's name in the report."""
 
 
 def parse_row(value: Any, *, strip_images: bool = False) -> ParsedRow:
@@ -75,7 +71,7 @@ def parse_row(value: Any, *, strip_images: bool = False) -> ParsedRow:
     try:
         return _parse(value, strip_images)
     except BadRow as bad:
-        return Unusable(bad.reason)
+        return Unusable(str(bad))
 
 
 def _parse(value: Any, strip_images: bool) -> ParsedRow:

@@ -11,7 +11,16 @@ from safetensors.torch import load_file, save_file
 
 from draftline.config import TargetConfig
 from draftline.errors import StorageError, TargetError, TemplateError
-from draftline.targets.model import Target, build_target, load_target, save_target
+from draftline.targets.model import (
+    Target,
+    build_target,
+    context_limit,
+    load_context_limit,
+    load_target,
+    save_target,
+    stop_token_ids,
+    weights_fingerprint,
+)
 from draftline.targets.smollm2 import load_smollm2
 from draftline.targets.structure import find_parts
 from tests.targets.families import CHAT_TEMPLATE, FAMILIES, random_ids, tiny, word_tokenizer
@@ -240,3 +249,26 @@ def test_smollm2_speaks_and_saves_as_an_ordinary_folder(tmp_path: Path) -> None:
     with torch.no_grad():
         ours, theirs = (t.model(input_ids=torch.tensor([ids])).logits for t in (again, target))
     assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("configured", "stops"), [(None, set()), (7, {7}), ([7, 9], {7, 9})])
+def test_an_answer_ends_with_what_the_model_and_the_tokenizer_say(configured: object, stops: set[int]) -> None:
+    model, tokenizer = tiny("llama"), word_tokenizer(template=CHAT_TEMPLATE)
+    model.generation_config.eos_token_id = configured
+    own = {tokenizer.eos_token_id} - {None}
+    assert stop_token_ids(model, tokenizer) == stops | own
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_context_is_that_of_the_text_model_with_and_without_its_weights(family: str, tmp_path: Path) -> None:
+    model = tiny(family)
+    save_target(build_target(family, model, None), tmp_path / family)
+    assert context_limit(model) == load_context_limit(TargetConfig(name=str(tmp_path / family))) == 64
+
+
+def test_a_fingerprint_tells_weights_apart_and_not_where_they_are() -> None:
+    model, same, other = tiny("llama"), tiny("llama"), tiny("llama")
+    same.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        next(other.parameters()).add_(1.0)
+    assert weights_fingerprint(model) == weights_fingerprint(same) != weights_fingerprint(other)
