@@ -33,7 +33,6 @@ from draftline.formats.programs import (
     readings,
 )
 from draftline.targets.layers import default_target_layer_ids
-from draftline.targets.rope import rope_as_read
 
 _KNOWN_KEYS = {
     *("architectures", "model_type", "block_size", "num_target_layers", "dtype"),
@@ -181,7 +180,10 @@ def windows(probe: Probe) -> Problem | None:
 def rope(probe: Probe) -> Problem | None:
     layers, config = _exported(probe).layers, probe.subject.draft_model.config
     fix = "write the rotary settings used in training, and at least the target's max_position_embeddings"
-    settings = rope_as_read(layers)
+    reading = next((r for r in _exported(probe).readings if r.shape is not None), None)
+    if reading is None or reading.shape is None:
+        raise NotApplicable("no program reads the exported config")
+    settings = reading.shape.rope_parameters
     partial = {k: settings.get(k, layers.get(k)) for k in ("partial_rotary_factor", "mrope_section")}
     if any(value not in (None, 1, 1.0) for value in partial.values()):
         return Problem(f"{partial}: engines honour it, the trained drafter turns whole heads", fix)
@@ -189,7 +191,7 @@ def rope(probe: Probe) -> Problem | None:
     if limit < config.max_position_embeddings:
         return Problem(f"max_position_embeddings {limit}, trained with {config.max_position_embeddings}", fix)
     places = torch.tensor([0, 1, 100, 5000])
-    found = rope_table(_view_with_rope(probe, settings), places)
+    found = rope_table(view_of(reading), places)
     wanted = probe.subject.draft_model.rotary_emb(torch.zeros(1, device=probe.device), places[None].to(probe.device))
     for index, place in enumerate(places.tolist()):
         difference = max(
@@ -423,13 +425,6 @@ def _reading_differs(probe: Probe, names: tuple[str, ...], fix: str) -> Problem 
 
 def _trained(probe: Probe) -> Reading:
     return as_trained(probe.subject.draft_model.config)
-
-
-def _view_with_rope(probe: Probe, settings: dict[str, Any]) -> DrafterView:
-    reading = next((r for r in _exported(probe).readings if r.shape is not None), None)
-    if reading is None:
-        raise NotApplicable("no program reads the exported config")
-    return replace(view_of(reading), rope=settings)
 
 
 def _run(probe: Probe, view: DrafterView, found: Exported) -> float:

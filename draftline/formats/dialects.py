@@ -27,7 +27,15 @@ from torch import Tensor
 from draftline.config import DFlashConfig, LayerType
 from draftline.errors import CheckpointError, ConfigError
 from draftline.formats.files import DrafterFiles
-from draftline.formats.programs import PROGRAMS, format_of, in_words, layer_kinds, proposed_tokens, readers_of
+from draftline.formats.programs import (
+    PROGRAMS,
+    format_of,
+    in_words,
+    layer_kinds,
+    layers_as_read,
+    proposed_tokens,
+    readers_of,
+)
 from draftline.targets.layers import default_target_layer_ids, from_aux_hidden_state_layer_ids
 from draftline.targets.rope import rope_of_folder
 
@@ -463,12 +471,13 @@ def _check_proposal(tree: Mapping[str, Any], where: str) -> None:
 
 
 def _layer_types(tree: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """The kinds that every reader takes them for, if they are ones that drafters have."""
-    types = layer_kinds(tree)
+    """As written, else as transformers fills them in, which is what readers do."""
+    types = tree.get("layer_types")
+    types = layer_kinds(layers_as_read(tree)) if types is None else types
     unknown = next((kind for kind in types if kind not in get_args(LayerType)), None)
     if unknown is not None:
         raise CheckpointError(f"{where}: layer type {unknown!r} is unknown: known are {', '.join(get_args(LayerType))}")
-    return types
+    return tuple(types)
 
 
 def _default_ids(depth: int | None, count: int | None, where: str) -> tuple[int, ...]:

@@ -9,17 +9,19 @@ and come from positions that were never trained. So every command says it.
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from transformers import Qwen3Config
+
 from draftline.config import DFlashConfig, ExportDtype
 from draftline.errors import ExportError
 from draftline.options import Reader
 from draftline.targets.layers import default_target_layer_ids
-from draftline.targets.rope import rope_as_read
 
 Form = Literal["zlab", "speculators"]
 """A format that programs read and Draftline writes."""
@@ -153,20 +155,25 @@ def proposed_tokens(tree: Mapping[str, Any]) -> int | None:
     return tokens
 
 
-def layer_kinds(tree: Mapping[str, Any]) -> tuple[str, ...]:
-    """`layer_types` as written, else as transformers fills them in for a Qwen3 configuration; readers do the same."""
-    if tree.get("layer_types") is not None:
-        return tuple(tree["layer_types"])
-    layers, full = int(tree.get("num_hidden_layers") or 0), int(tree.get("max_window_layers", 28))
-    slides = bool(tree.get("use_sliding_window")) and tree.get("sliding_window") is not None
-    return tuple("sliding_attention" if slides and i >= full else "full_attention" for i in range(layers))
+def layers_as_read(tree: Mapping[str, Any]) -> Qwen3Config:
+    """The layers as transformers reads them, through which the programs do; it fills in what is missing.
+
+    Raises:
+        ValueError: a value is of the wrong kind.
+    """
+    return Qwen3Config.from_dict(copy.deepcopy(layers_of(tree)))
+
+
+def layer_kinds(layers: Qwen3Config) -> tuple[str, ...]:
+    """`layer_types`, which transformers has filled in if they were not written."""
+    return tuple(layers.layer_types or ())
 
 
 def readings(tree: Mapping[str, Any]) -> list[Reading]:
     """A configuration by the rules of every program that reads its format.
 
     Raises:
-        KeyError, TypeError, ValueError: the layers are not described at all.
+        KeyError, TypeError, ValueError: a value is of the wrong kind.
     """
     return [read_as(word, tree) for word in readers_of(format_of(tree))]
 
@@ -245,15 +252,14 @@ def _read_zlab(program: Program, tree: Mapping[str, Any]) -> Reading:
     }
     if both.get("sample_from_anchor"):
         remarks.append(f"{program.name} has no word for sample_from_anchor: it reads every slot one place too early")
-    kinds = layer_kinds(tree)
-    sliding = [kind == "sliding_attention" for kind in kinds]
+    layers = layers_as_read(tree)
+    sliding = [kind == "sliding_attention" for kind in layer_kinds(layers)]
     if tree.get("layer_types") is None:
-        remarks.append(f"layer_types are missing: assumes a window in {sum(sliding)} of {len(kinds)} layers")
+        remarks.append(f"layer_types are missing: assumes a window in {sum(sliding)} of {len(sliding)} layers")
     override = tree.get("is_causal")
     causal = tuple(sliding) if override is None else tuple(bool(override) for _ in sliding)
     remarks += _ignored(inner, override)
-    shape = _unchecked(tree, kinds, said)
-    return Reading(program.name, shape, causal, _windows(tree, sliding), tuple(remarks))
+    return _reading(program, layers, said, causal, remarks)
 
 
 def _block_size(program: Program, tree: Mapping[str, Any], inner: Mapping[str, Any], remarks: list[str]) -> int:
@@ -279,48 +285,37 @@ def _ignored(inner: Mapping[str, Any], override: object) -> list[str]:
 
 
 def _read_speculators(program: Program, tree: Mapping[str, Any]) -> Reading:
-    layers, remarks = tree["transformer_layer_config"], list[str]()
+    layers, remarks = layers_as_read(tree), list[str]()
     ids = tree.get("aux_hidden_state_layer_ids")
     if ids is None:
         return Reading(program.name, None, remarks=("refuses: aux_hidden_state_layer_ids are missing",))
-    kinds = layer_kinds(layers)
-    sliding = [kind == "sliding_attention" for kind in kinds]
     free = bool(tree.get("sliding_window_non_causal", program.one_causality))
+    sliding = [kind == "sliding_attention" for kind in layer_kinds(layers)]
     causal = tuple((slides or program.one_causality) and not free for slides in sliding)
     if program.one_causality and not free:
         remarks.append("sliding_window_non_causal is false: runs every layer causally, full attention included")
     if not program.reads_block_size:
         remarks.append("never reads block_size: num_speculative_tokens comes from the command line")
+    elif tree.get("block_size") is None:
+        remarks.append("block_size is missing: assumes 8")
     said = {
         "target_layer_ids": tuple(i - 1 for i in ids),
         "num_target_layers": None,
-        "block_size": int(tree["block_size"]),
+        "block_size": int(tree.get("block_size") or 8),
         "mask_token_id": tree.get("mask_token_id"),
         "sample_from_anchor": bool(tree.get("sample_from_anchor")),
     }
-    return Reading(program.name, _unchecked(layers, kinds, said), causal, _windows(layers, sliding), tuple(remarks))
+    return _reading(program, layers, said, causal, remarks)
 
 
-def _unchecked(layers: Mapping[str, Any], kinds: tuple[str, ...], said: Mapping[str, Any]) -> DFlashConfig:
-    """What a program believes of the layers, with what it assumes, and what it said of blocks."""
-    heads = int(layers["num_attention_heads"])
-    believed: dict[str, Any] = {
-        **{name: layers.get(name) for name in ("vocab_size", "hidden_size", "intermediate_size", "sliding_window")},
-        "num_hidden_layers": int(layers["num_hidden_layers"]),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(layers.get("num_key_value_heads", heads)),
-        "head_dim": int(layers.get("head_dim") or layers["hidden_size"] // heads),
-        "rms_norm_eps": float(layers.get("rms_norm_eps", 1e-6)),
-        "rope_parameters": rope_as_read(layers),
-        "max_position_embeddings": int(layers.get("max_position_embeddings", 32768)),
-        "layer_types": kinds,
-        **{name: layers.get(name) for name in ("bos_token_id", "eos_token_id")},
-    }
-    return DFlashConfig.model_construct(**believed, **said)
-
-
-def _windows(layers: Mapping[str, Any], sliding: list[bool]) -> tuple[int | None, ...]:
-    return tuple(layers.get("sliding_window") if slides else None for slides in sliding)
+def _reading(
+    program: Program, layers: Qwen3Config, said: Mapping[str, Any], causal: tuple[bool, ...], remarks: list[str]
+) -> Reading:
+    """The unchecked record of what a program believes of the layers, and of blocks."""
+    of_layers = {name: value for name, value in layers.to_dict().items() if name in DFlashConfig.model_fields}
+    shape = DFlashConfig.model_construct(**{**of_layers, **said})
+    windows = tuple(layers.sliding_window if kind == "sliding_attention" else None for kind in layer_kinds(layers))
+    return Reading(program.name, shape, causal, windows, tuple(remarks))
 
 
 def _compared(reading: Reading) -> dict[str, Any]:

@@ -16,8 +16,7 @@ from transformers import PretrainedConfig
 from draftline.errors import CheckpointError, TargetError
 
 NO_ROPE_THETA = 10000.0
-"""Base for the drafter of a target that has no rotary positions at all (GPT-2), and what readers assume if none is
-written."""
+"""Base for the drafter of a target that has no rotary positions at all (GPT-2)."""
 
 KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), ()),
@@ -121,11 +120,6 @@ def rope_of_folder(tree: Mapping[str, Any], where: str) -> dict[str, Any]:
     if unknown:
         raise CheckpointError(f"{where}: rope type {kind!r} has {unknown[0]}, which it does not use: fix it")
     return {"rope_type": kind, "rope_theta": theta, **numbers}
-
-
-def rope_as_read(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """What a program reads, in the same words and unchecked: partial rotation stays, a missing base is 10,000."""
-    return {"rope_theta": NO_ROPE_THETA, **_spelled(tree)}
 
 
 def _spelled(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from draftline.errors import CheckpointError, TargetError
-from draftline.targets.rope import KINDS, rope_as_read, rope_of_folder, rope_of_target
+from draftline.targets.rope import KINDS, rope_of_folder, rope_of_target
 
 LLAMA3 = {
     "factor": 8.0,
@@ -177,21 +177,6 @@ def test_what_a_folder_leaves_unclear_is_refused(tree: dict[str, Any], words: st
 def test_two_places_of_a_folder_that_agree_are_read_as_one() -> None:
     tree = {"rope_parameters": {"rope_theta": 1e4}, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert rope_of_folder(tree, "config.json") == {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-
-
-@pytest.mark.parametrize(
-    ("tree", "wanted"),
-    [
-        ({}, {"rope_type": "default", "rope_theta": 1e4}),
-        ({"rope_theta": 5e3, "rope_scaling": {"type": "yarn", "factor": 4.0}}, {"rope_type": "yarn", "factor": 4.0}),
-        ({"rope_parameters": {"rope_theta": 5e3, "partial_rotary_factor": 0.5}}, {"partial_rotary_factor": 0.5}),
-    ],
-)
-def test_a_program_reads_what_is_written_and_guesses_the_base(tree: dict[str, Any], wanted: dict[str, Any]) -> None:
-    found = rope_as_read(tree)
-    assert wanted.items() <= found.items()
-    theirs = Qwen3Config.from_dict({"max_position_embeddings": 128, **tree}).rope_parameters
-    assert found.items() <= theirs.items()
 
 
 def test_the_tables_built_from_the_result_match_the_formulas() -> None:
