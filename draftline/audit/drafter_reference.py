@@ -271,6 +271,14 @@ class ReferenceDrafter:
         """The same drafter at another moment of its training."""
         return replace(self, weights=in_float64(weights))
 
+    def with_head_in(self, dtype: torch.dtype) -> ReferenceDrafter:
+        """The same where the head computes in a narrow dtype: outputs and logits are rounded to it.
+
+        So are their gradients on the way back. This is all that a narrow target does to a float32 drafter (section 8).
+        """
+        exact = self.logits
+        return replace(self, logits=lambda hidden_nD: exact(hidden_nD.to(dtype).double()).to(dtype).double())
+
     def ids_of(self, rows: Tensor) -> Tensor:
         """Token ids of rows of its head."""
         return rows if self.kept_ids is None else self.kept_ids[rows]

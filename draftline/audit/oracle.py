@@ -338,7 +338,7 @@ def step_gradient(
     Args:
         anchors: per row and conversation, as `row_anchors` draws them.
     """
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in drafter.weights.items()}
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in drafter.weights.items()}
     learning = replace(drafter, weights=leaves)
     sums = {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     counts = Counts.zero(drafter.view.block_size)
@@ -348,8 +348,8 @@ def step_gradient(
         for item, of_one in zip(row.conversations, of_row, strict=True):
             heard = speak(learning, item, of_one, loss)
             if heard.slots:
-                found = torch.autograd.grad(heard.loss, list(leaves.values()))
-                sums = {name: sums[name] + part for name, part in zip(leaves, found, strict=True)}
+                for name, part in zip(leaves, torch.autograd.grad(heard.loss, list(leaves.values())), strict=True):
+                    sums[name] += part
             spoken[-1].append(replace(heard, loss=heard.loss.detach()))
             counts = counts + heard.counts
     if not sum(counts.slots):

@@ -23,7 +23,7 @@ from draftline.records import StepMetrics
 from draftline.train.checkpoint import read_checkpoint
 from draftline.train.log import metrics_record
 from draftline.train.optim import learning_rate, optimizer_tensors
-from tests.audit.real_run import LAYOUTS, RealRun, assert_close, planned_row, real_run, recorded_row
+from tests.audit.real_run import LAYOUTS, RealRun, assert_close, planned_row, real_run, recorded_row, two_answers
 from tests.engine.tiny_target import VOCAB_SIZE
 from tests.run.small_run import read_lines, small_run
 from tests.test_imports import MODULES, imports_of
@@ -195,13 +195,7 @@ def test_a_step_without_a_supervised_slot_moves_nothing() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_step_is_what_the_reference_makes_of_the_state_before_it(layout: str) -> None:
     run = real_run(*LAYOUTS[layout], "train.epochs=2")
-    received: dict[str, Tensor] = {}
-    model, optimizer = run.drafter.model, run.drafter.optimizer
-
-    def receive(*_: object) -> None:
-        received.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-
-    optimizer.register_step_pre_hook(receive)
+    received, model, optimizer = _received(run), run.drafter.model, run.drafter.optimizer
     steps = run.steps()
     assert len({batch.epoch for step in steps for batch in step}) == 2
     for number, batches in enumerate(steps):
@@ -217,6 +211,35 @@ def test_every_step_is_what_the_reference_makes_of_the_state_before_it(layout: s
         assert result.grad_norm == pytest.approx(wanted.gradient.norm, rel=1e-5)
         assert_close(received, oracle.clip(wanted.gradient.gradients, run.config.optim.clip_norm), 1e-5)
         _assert_same_update(run, before.weights, moments, received, wanted.rate)
+
+
+def test_a_narrow_target_rounds_nothing_but_what_passes_its_head() -> None:
+    """States and labels as they arrive; without the rounding of the head, gradients are off by 1e-3."""
+    run = real_run("drafter.block_size=8", "train.epochs=1", target_dtype=torch.bfloat16)
+    received = _received(run)
+    for batches in run.steps():
+        reference = run.reference()
+        rows = [recorded_row(run, reference, batch, run.data.training) for batch in batches]
+        anchors = [oracle.row_anchors(row, run.config.train.seed, run.config.train.num_anchors) for row in rows]
+        exact = oracle.step_gradient(reference, rows, anchors, run.config.loss)
+        wanted = oracle.step_gradient(reference.with_head_in(torch.bfloat16), rows, anchors, run.config.loss)
+        result = run.drafter.step(batches)
+        _assert_same_counts(result.metrics, wanted.counts)
+        assert_close(received, oracle.clip(wanted.gradients, run.config.optim.clip_norm), 1e-5)
+        with pytest.raises(AssertionError):
+            assert_close(received, oracle.clip(exact.gradients, run.config.optim.clip_norm), 1e-4)
+
+
+def _received(run: RealRun) -> dict[str, Tensor]:
+    """Where the gradients of each step will be, as the optimiser receives them."""
+    received: dict[str, Tensor] = {}
+
+    def receive(*_: object) -> None:
+        gradients = {name: parameter.grad for name, parameter in run.drafter.model.named_parameters()}
+        received.update({name: gradient.clone() for name, gradient in gradients.items() if gradient is not None})
+
+    run.drafter.optimizer.register_step_pre_hook(receive)
+    return received
 
 
 def _real_anchors(run: RealRun, batch: object) -> list[int]:
@@ -314,7 +337,7 @@ def test_tokens_of_a_reduced_vocabulary(size: int) -> None:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("whole") / "run"
-    small_run(out)
+    small_run(out, samples=two_answers())
     return out
 
 
