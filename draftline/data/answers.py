@@ -243,9 +243,7 @@ class Dialogue:
 
     def prompt(self) -> Conversation:
         """The history up to the next answer."""
-        return self._conversation.model_copy(
-            update={"messages": (*self._history, *self._slots[self._answered])},
-        )
+        return self._conversation.model_copy(update={"messages": (*self._history, *self._slots[self._answered])})
 
     def add(self, answer: Answer) -> None:
         """Take the next answer into the history."""

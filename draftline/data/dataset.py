@@ -236,10 +236,7 @@ class DatasetWriter:
         self, input_ids: NDArray[np.int32], loss_mask: NDArray[np.bool_], source: int, line: int, prompt_hash: int
     ) -> None:
         """Append one sample."""
-        row = np.array(
-            (self._length, len(input_ids), int(loss_mask.sum()), source, line, prompt_hash),
-            dtype=ROW,
-        )
+        row = np.array((self._length, len(input_ids), int(loss_mask.sum()), source, line, prompt_hash), dtype=ROW)
         self._write(IDS_FILE, input_ids.tobytes())
         self._write(MASK_FILE, loss_mask.astype(np.uint8).tobytes())
         self._write(_ROWS_BIN, row.tobytes())

@@ -23,15 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.accounting import Accounting, refuse_bad_data
-from draftline.data.conversations import (
-    Chat,
-    Conversation,
-    FormattedText,
-    ParsedRow,
-    TokenRow,
-    Unusable,
-    hash_json,
-)
+from draftline.data.conversations import Chat, Conversation, FormattedText, ParsedRow, TokenRow, Unusable, hash_json
 from draftline.data.dataset import (
     PARTIAL,
     SEEN_ANSWERS,
@@ -62,8 +54,6 @@ _CHUNK_ROWS = 512
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
 _QUOTING_REASONS = 20
 """Distinct messages of a template, a server, or role names that are counted apart; further ones together."""
-_BLOCK = 1 << 22
-"""Bytes of a file that are hashed at once."""
 _ROLES = ("system", "user", "assistant", "tool")
 
 Progress = Callable[[int, int | None, int, int], None]
@@ -102,7 +92,7 @@ def prepare(
     if options.split is not None and not any(is_dataset(source) for source in sources):
         raise DataError(f"--split {options.split} is for Hugging Face data sets, and the data has none: leave it out")
     tokenizer_identity = tokenizer_hash(tokenizer)
-    key = dataset_key(
+    key = _dataset_key(
         tokenizer_identity, sources, options.model_dump(mode="json"), answerer.identity() if answerer else None
     )
     done = _finished_report(out, key)
@@ -424,16 +414,12 @@ def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | No
     return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))) if texts else None
 
 
-def dataset_key(
-    tokenizer_identity: str,
-    sources: Sequence[str | Path],
-    options: dict[str, Any],
-    answers: dict[str, Any] | None,
+def _dataset_key(
+    tokenizer_identity: str, sources: Sequence[str | Path], options: dict[str, Any], answers: dict[str, Any] | None
 ) -> str:
     """Hash of the content of the data, the tokenizer, the template's text, the options and Draftline's own code.
 
-    Reads the files once. Standard input and pipes have no content before they are read, so their
-    key never repeats.
+    Reads the files once. Standard input and pipes have no content before they are read, so their key never repeats.
     """
     return hash_json(
         {
@@ -451,19 +437,14 @@ def _source_hash(source: str | Path) -> str:
         return _file_hash(source)
     if isinstance(source, Path) and source.is_dir():
         return hash_json([_file_hash(file) for file in sorted(source.rglob("*")) if file.is_file()])
-    return uuid.uuid4().hex if isinstance(source, Path) or source == "-" else source
+    return uuid.uuid4().hex if isinstance(source, Path) or source == STDIN else source
 
 
 def _file_hash(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _code_hash() -> str:
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
+    """Of all files beside this one."""
+    return hash_json([_file_hash(path) for path in sorted(Path(__file__).parent.glob("*.py"))])

@@ -145,12 +145,7 @@ class ChatTemplate:
         return True
 
     def _render(
-        self,
-        messages: list[dict[str, Any]],
-        tools: list[Any] | None,
-        options: dict[str, Any],
-        *,
-        ask: bool = False,
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any], *, ask: bool = False
     ) -> Rendering:
         if not self.has_generation_markers:
             text = self.tokenizer.apply_chat_template(
