@@ -314,18 +314,12 @@ class Cell(NamedTuple):
     value: Any
 
 
-class _Entries:
+class _Entries(NamedTuple):
     """What lines say of one figure: rows and numbers as flat arrays, NaN where `odd` holds something else."""
 
-    def __init__(self) -> None:
-        self.rows, self.values, self.odd = array("q"), array("d"), dict[int, Any]()
-
-    def add(self, row: int, value: Any) -> None:
-        number = _finite(value)
-        if number is None:
-            self.odd[len(self.rows)] = value
-        self.rows.append(row)
-        self.values.append(math.nan if number is None else number)
+    rows: array[int]
+    values: array[float]
+    odd: dict[int, Any]
 
 
 class Columns:
@@ -351,11 +345,25 @@ class Columns:
             numbers.append(number)
             steps.append(record["step"])
             for name, value in record.items():
-                listed = [(f"{name}/{place}", entry) for place, entry in enumerate(value)] if _is_list(value) else None
-                for key, entry in [(name, value)] if listed is None else listed:
-                    if entry is not None:
-                        self._by_name.setdefault(key, _Entries()).add(row, entry)
+                if isinstance(value, list):
+                    for place, entry in enumerate(value):
+                        self._add(f"{name}/{place}", row, entry)
+                else:
+                    self._add(name, row, value)
         self.numbers, self.steps = np.array(numbers), np.array(steps)
+
+    def _add(self, name: str, row: int, value: Any) -> None:
+        if value is None:
+            return
+        entries = self._by_name.get(name)
+        if entries is None:
+            entries = self._by_name[name] = _Entries(array("q"), array("d"), {})
+        rows, values, odd = entries
+        number = value if type(value) is float else _number(value)
+        if not math.isfinite(number):
+            odd[len(rows)], number = value, math.nan
+        rows.append(row)
+        values.append(number)
 
     @property
     def whole(self) -> int:
@@ -389,9 +397,10 @@ class Columns:
 
     def cells(self, name: str) -> Iterator[Cell]:
         """Everything that is written in a column, also what is not a number, line by line."""
-        entries = self._by_name.get(name, _Entries())
-        for place, (row, value) in enumerate(zip(entries.rows, entries.values, strict=True)):
-            yield Cell(row, entries.odd.get(place, value))
+        entries = self._by_name.get(name)
+        if entries is not None:
+            for place, (row, value) in enumerate(zip(entries.rows, entries.values, strict=True)):
+                yield Cell(row, entries.odd.get(place, value))
 
 
 def read_columns(path: Path) -> Columns:
@@ -454,14 +463,9 @@ def _lines_to_keep(path: Path, last_step: int, logged_step: int) -> Iterator[byt
         )
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list)
-
-
-def _finite(value: Any) -> float | None:
-    """A finite number as a float, None for anything else."""
+def _number(value: Any) -> float:
+    """A number as a float, NaN for anything else."""
     try:
-        number = float(value) if isinstance(value, int | float) else math.nan
+        return float(value) if isinstance(value, int | float) else math.nan
     except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+        return math.nan
