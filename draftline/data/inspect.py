@@ -59,7 +59,7 @@ class ConversationView:
         return {name: value for name, value in vars(self).items() if name != "tokens"}
 
 
-def inspect_dataset(folder: Path, *, count: int | None = None, block_size: int = 8) -> list[ConversationView]:
+def inspect_dataset(folder: Path, *, count: int | None = None, block_size: int) -> list[ConversationView]:
     """The first `count` conversations (all of them without) of a prepared folder.
 
     The block drawn is the one at the first anchor, with its `block_size - 1` predicted slots.

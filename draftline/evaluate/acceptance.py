@@ -34,13 +34,11 @@ from torch import Tensor
 from draftline.draft.block import Blocks, FrozenTarget, drafted_states, greedy_tokens, slot_labels
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import CapturedSample, Sample
+from draftline.targets.head import CHUNK_SIZE
 from draftline.targets.loop import BATCH_TOKENS, TargetForwardLoop
 from draftline.targets.model import Target
 
 Interval = tuple[float, float]
-
-_SLOTS_PER_PRODUCT = 2048
-"""Slots whose logits exist at the same time in the walk."""
 
 _ANSWERS_AT_ONCE = 16
 """Answers whose captured states exist at the same time in the walk."""
@@ -224,7 +222,7 @@ def _streaks_of_answer(
     target: Target, draft_model: DFlashDraftModel, captured: CapturedSample, anchor_positions_A: Tensor
 ) -> Tensor:
     """Leading run of right slots at each anchor of one document, [A] int64, from the drafter's training forward."""
-    anchors_at_once = max(1, _SLOTS_PER_PRODUCT // draft_model.config.block_size)
+    anchors_at_once = max(1, CHUNK_SIZE // draft_model.config.block_size)
     frozen = FrozenTarget.of(target, draft_model.kept_ids, draft_model.fc.weight)
     parts = [_streaks(frozen, draft_model, captured, part) for part in anchor_positions_A.split(anchors_at_once)]
     return torch.cat(parts)

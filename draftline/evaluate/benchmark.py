@@ -105,16 +105,11 @@ def summarise(
     """Count, divide, compare; runs the teacher-forced walk over the plain outputs if they are greedy."""
     num_drafted = draft_model.config.num_speculative_tokens
     longest = num_drafted + 1
-    answers = [
-        CountedAnswer(t.prompt, prompts[t.prompt].file, len(t.drafted.output_ids), t.drafted.accepted_per_forward)
-        for t in turns
-    ]
+    answers = _counted(prompts, turns)
     clusters = Acceptance.by_prompt((answer.prompt, answer.acceptance) for answer in answers)
-    accepted_by_prompt: dict[int, list[int]] = {}
-    for answer in answers:
-        accepted_by_prompt.setdefault(answer.prompt, []).extend(answer.accepted_per_forward)
-    by_prompt = list(accepted_by_prompt.values())
+    by_prompt = _accepted_by_prompt(answers)
     accepted = [count for counts in by_prompt for count in counts]
+    conditional_intervals = acceptance_rate_intervals(by_prompt, num_drafted, conditional=True)
     walks = _walks(target, draft_model, turns) if settings.sampling.greedy else []
     differences = _differences(target, turns) if settings.sampling.greedy else []
     equal = _equal_prompts(turns, differences) if settings.sampling.greedy else []
@@ -134,9 +129,7 @@ def summarise(
         acceptance_rate_by_position=acceptance_rate_by_position(accepted, num_drafted, conditional=False),
         acceptance_rate_by_position_interval=acceptance_rate_intervals(by_prompt, num_drafted, conditional=False),
         conditional_acceptance_rate_by_position=acceptance_rate_by_position(accepted, num_drafted, conditional=True),
-        conditional_acceptance_rate_by_position_interval=acceptance_rate_intervals(
-            by_prompt, num_drafted, conditional=True
-        ),
+        conditional_acceptance_rate_by_position_interval=conditional_intervals,
         accepted_histogram=accepted_histogram(accepted, num_drafted),
         counts=_counts(turns, num_drafted),
         by_file=by_file(answers, longest),
@@ -161,6 +154,21 @@ def summarise(
         warnings=warnings,
         per_prompt=[_turn_result(target, prompts[turn.prompt], turn) for turn in turns],
     )
+
+
+def _counted(prompts: Sequence[Prompt], turns: Sequence[DecodedTurn]) -> list[CountedAnswer]:
+    return [
+        CountedAnswer(t.prompt, prompts[t.prompt].file, len(t.drafted.output_ids), t.drafted.accepted_per_forward)
+        for t in turns
+    ]
+
+
+def _accepted_by_prompt(answers: Sequence[CountedAnswer]) -> list[list[int]]:
+    """Drafted tokens that stood, per forward, of all turns of each prompt."""
+    found: dict[int, list[int]] = {}
+    for answer in answers:
+        found.setdefault(answer.prompt, []).extend(answer.accepted_per_forward)
+    return list(found.values())
 
 
 def _with_system_prompt(conversation: Conversation, text: str | None) -> Conversation:

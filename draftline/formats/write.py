@@ -60,18 +60,7 @@ def zlab_config(config: DFlashConfig, dtype: ExportDtype) -> dict[str, Any]:
     Raises:
         ExportError: the format has no words for this drafter.
     """
-    if config.sample_from_anchor:
-        raise ExportError(
-            "sample_from_anchor = true: z-lab's decoder would read every slot one place too early, without an error; "
-            "export with --for speculators, or train with drafter.sample_from_anchor=false"
-        )
-    if config.draft_vocab_size is not None:
-        raise ExportError(
-            f"draft_vocab_size = {config.draft_vocab_size}: z-lab's format has no place for a reduced vocabulary, and "
-            "its readers would draft from the target's whole head: export with --for vllm or --for speculators, or "
-            "train without drafter.draft_vocab_size"
-        )
-    refuse_short_window(config)
+    _refuse_what_zlab_lacks(config)
     config = canonical(config)
     rope = dict(config.rope_parameters)
     theta = rope.pop("rope_theta")
@@ -116,6 +105,21 @@ def zlab_config(config: DFlashConfig, dtype: ExportDtype) -> dict[str, Any]:
     }
     causal = _is_causal(config)
     return tree if causal is None else {**tree, "is_causal": causal}
+
+
+def _refuse_what_zlab_lacks(config: DFlashConfig) -> None:
+    if config.sample_from_anchor:
+        raise ExportError(
+            "sample_from_anchor = true: z-lab's decoder would read every slot one place too early, without an error; "
+            "export with --for speculators, or train with drafter.sample_from_anchor=false"
+        )
+    if config.draft_vocab_size is not None:
+        raise ExportError(
+            f"draft_vocab_size = {config.draft_vocab_size}: z-lab's format has no place for a reduced vocabulary, and "
+            "its readers would draft from the target's whole head: export with --for vllm or --for speculators, or "
+            "train without drafter.draft_vocab_size"
+        )
+    refuse_short_window(config)
 
 
 def _is_causal(config: DFlashConfig) -> bool | None:

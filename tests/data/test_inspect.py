@@ -50,7 +50,7 @@ def test_brackets_without_colour(views: list[ConversationView]) -> None:
 def test_tokens_of_a_sentencepiece_tokenizer_keep_their_spaces(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text('{"prompt": "One and two", "completion": "It is four 字"}', encoding="utf-8")
     prepare(sentencepiece_tokenizer(CHATML), [str(tmp_path / "data.jsonl")], tmp_path / "out", PrepareOptions())
-    (view,) = inspect_dataset(tmp_path / "out")
+    (view,) = inspect_dataset(tmp_path / "out", block_size=8)
     assert "".join(token.text for token in view.tokens) == view.text
     assert "It is four 字" in "".join(token.text for token in view.tokens if token.supervised)
 
@@ -68,4 +68,4 @@ def test_page_shows_every_token_and_escapes_its_text(views: list[ConversationVie
 
 def test_folder_without_data(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="not a complete prepared data set"):
-        inspect_dataset(tmp_path)
+        inspect_dataset(tmp_path, block_size=8)
