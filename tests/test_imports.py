@@ -15,7 +15,7 @@ BASE = {"records", "config", "options", "errors", "storage", "progress"}
 
 ALLOWED = {
     **dict.fromkeys(BASE, BASE),
-    "data": BASE,
+    "data": BASE | {"draft"},
     "targets": BASE | {"data"},
     "transfer": BASE | {"data", "targets"},
     "draft": BASE,

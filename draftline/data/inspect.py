@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftline.data.dataset import TOKENIZER_KEY, PreparedDataset
 from draftline.data.render import decode, text_pieces
+from draftline.draft.block import eligible_anchors, predicted_positions, supervised_slots
 from draftline.errors import DataError
 
 _COLORS = {"slot": "black on yellow", "supervised anchor": "underline green", "supervised": "green", "": "dim"}
@@ -92,24 +94,20 @@ def _view(
         loss_mask=mask.tolist(),
         supervised_text=decode(tokenizer, ids[supervised].tolist()),
         text=decode(tokenizer, ids.tolist()),
-        tokens=list(_tokens(tokenizer, ids, supervised, block_size)),
+        tokens=_tokens(tokenizer, ids, supervised, block_size),
     )
 
 
 def _tokens(
     tokenizer: PreTrainedTokenizerBase, ids: NDArray[np.int32], mask: NDArray[np.bool_], block_size: int
-) -> Iterator[Token]:
-    anchors = np.zeros_like(mask)
-    anchors[:-1] = mask[:-1] & mask[1:]
-    slots = np.zeros_like(mask)
-    if anchors.any():
-        first = int(anchors.argmax())
-        run = mask[first + 1 : first + block_size]
-        length = int(run.argmin()) if not run.all() else len(run)
-        slots[first + 1 : first + 1 + length] = True
+) -> list[Token]:
+    mask_S, document_S = torch.from_numpy(mask), torch.zeros(len(mask), dtype=torch.int64)
+    anchor_S, slot_S = eligible_anchors(mask_S, document_S), torch.zeros_like(mask_S)
+    first_A, layout = anchor_S.nonzero()[:1, 0], (block_size, False)
+    slot_S[predicted_positions(first_A, *layout)[supervised_slots(first_A, mask_S, document_S, *layout)]] = True
     texts = text_pieces(tokenizer, ids.tolist())
-    for text, supervised, anchor, slot in zip(texts, mask.tolist(), anchors.tolist(), slots.tolist(), strict=True):
-        yield Token(text, supervised, anchor, slot)
+    drawn = zip(texts, mask.tolist(), anchor_S.tolist(), slot_S.tolist(), strict=True)
+    return [Token(text, supervised, anchor, slot) for text, supervised, anchor, slot in drawn]
 
 
 def as_text(views: Sequence[ConversationView], *, color: bool) -> Text:

@@ -4,14 +4,15 @@ A block at anchor `a` has slots k = 0..P-1. By default (z-lab's layout) slot 0 h
 predicts nothing, and slot k >= 1 predicts the token at position a + k. With `sample_from_anchor` (the layout of
 DSpark) slot k predicts position a + k + 1, so that slot 0 predicts too.
 
-The training step, the walk over an answer and the decoder build their blocks here and say them through the same head.
+The training step, the walk over an answer, the decoder and `inspect` build their blocks here, and all that a drafter
+says in them goes through a `Head`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor
 
 from draftline.config import DFlashConfig
 from draftline.draft.attention import Attention, BlockLayout, GroupedAttention
-from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch
+
+if TYPE_CHECKING:  # what only draws blocks need not wait for a model to be imported
+    from draftline.draft.model import DFlashDraftModel
 
 
 class Head(Protocol):
