@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from draftline.audit import oracle_decoding
+from draftline.audit.drafter_reference import ReferenceDrafter
 from draftline.audit.oracle_decoding import acceptance_length, decode, last_answer, walk_answer, walks
+from draftline.audit.reference import model_forward
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.evaluate.generate import generate, generate_plain
 from draftline.run import split_last_answer
@@ -85,17 +87,26 @@ def test_an_answer_of_one_token_is_not_walked_over(run: RealRun) -> None:
     assert acceptance_length(0, 0) is None
 
 
-def test_gaps_say_how_close_a_streak_was_decided(run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are what a change of a logit has to exceed; and anchors at once change nothing."""
-    sample = run.data.training[int(run.data.training_ids[0])]
-    start, end = last_answer(sample.loss_mask)
-    whole = walk_answer(run.reference(), run.target.model, sample.input_ids[:end], start)
-    assert len(whole.gaps) == len(whole.streaks) == end - start - 1
-    assert all(gap > 0 for gap in whole.gaps)
+def test_gaps_say_how_close_each_streak_was_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafter that always says what the target says most often, by a distance of 0.4."""
+    run = real_run("drafter.block_size=5")
+    ids = torch.tensor(PROMPT + generate_plain(run.target, torch.tensor([PROMPT]), max_new_tokens=30).output_ids)
+    forward = model_forward(run.target.model, ids)
+    reference = constant(run, int(forward.next_ids[len(PROMPT) :].mode().values), 0.4)
+    walked = walk_answer(reference, run.target.model, ids, len(PROMPT))
+    assert max(walked.streaks) > 0
+    for anchor, streak, gap in zip(range(len(PROMPT), len(ids) - 1), walked.streaks, walked.gaps, strict=True):
+        decided = forward.gaps[anchor : min(anchor + streak + 1, anchor + 4, len(ids) - 1)]
+        assert gap == pytest.approx(min(0.4, float(decided.min())))
     monkeypatch.setattr(oracle_decoding, "_ANCHORS_AT_ONCE", 2)
-    again = walk_answer(run.reference(), run.target.model, sample.input_ids[:end], start)
-    assert again.streaks == whole.streaks
-    assert again.gaps == pytest.approx(whole.gaps, rel=1e-6)
+    again = walk_answer(reference, run.target.model, ids, len(PROMPT))
+    assert (again.streaks, again.gaps) == (walked.streaks, walked.gaps)
+
+
+def constant(run: RealRun, token: int, distance: float) -> ReferenceDrafter:
+    """A drafter that says one token whatever it reads, by a distance of logits."""
+    logits = distance * torch.nn.functional.one_hot(torch.tensor(token), run.target.vocab_size).double()
+    return replace(run.reference(), logits=lambda hidden: logits.expand(len(hidden), -1))
 
 
 @pytest.mark.parametrize("decider", [min, max])
@@ -104,10 +115,7 @@ def test_a_drafter_that_says_one_token_always(decider: Callable[[list[int]], int
     run = real_run("drafter.block_size=5")
     output = generate_plain(run.target, torch.tensor([PROMPT]), max_new_tokens=20).output_ids
     token = decider(output)
-    reference = run.reference()
-    bias = torch.nn.functional.one_hot(torch.tensor(token), run.target.vocab_size).double()
-    fixed = replace(reference, logits=lambda hidden: bias.expand(len(hidden), -1))
-    found = decode(fixed, run.target.model, PROMPT, 20, ())
+    found = decode(constant(run, token, 1.0), run.target.model, PROMPT, 20, ())
     place, wanted = 1, []
     while place < 20:
         run_of_token = 0
