@@ -84,6 +84,29 @@ def test_only_run_and_engine_know_both_loops() -> None:
     assert knowing <= {"run", "engine"}
 
 
+def _reached(module: str) -> set[str]:
+    """All that a module imports, and what that imports."""
+    found: set[str] = set()
+    waiting = [module]
+    while waiting:
+        new = imports_of(waiting.pop(), at_load=False) - found
+        found |= new
+        waiting += new
+    return found
+
+
+ORACLES = sorted(name for name in MODULES if name.startswith(("draftline.audit.oracle", "draftline.audit.drafter_ref")))
+
+
+@pytest.mark.parametrize("module", ["draftline.formats.programs", *ORACLES])
+def test_what_exports_are_held_against_does_not_know_what_writes_them(module: str) -> None:
+    """An oracle that shared code with the writers would share their faults."""
+    assert ORACLES
+    writers = {f"draftline.formats.{name}" for name in ("write", "check", "files", "exporting", "card", "dialects")}
+    assert writers <= MODULES.keys()
+    assert not _reached(module) & writers
+
+
 def test_there_is_no_import_cycle() -> None:
     graph = {module: imports_of(module, at_load=True) for module in MODULES}
     done: set[str] = set()

@@ -1,16 +1,20 @@
-"""Small drafters whose tensors are not exchangeable, and a target that they fit."""
+"""Small drafters whose tensors are not exchangeable, a target that they fit, and a run that trained one."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from draftline.config import DFlashConfig
+from draftline.config import DataConfig, DFlashConfig, RunConfig, TargetConfig
 from draftline.draft.model import DFlashDraftModel
+from draftline.records import StepMetrics
 from draftline.targets.model import Target, build_target
+from draftline.train.checkpoint import Checkpoint, TrainState, write_checkpoint
 
 SMALL = DFlashConfig(
     vocab_size=40,
@@ -72,6 +76,23 @@ def make_target(**changes: Any) -> Target:
     model = Qwen3ForCausalLM(Qwen3Config(**{**sizes, **changes}))
     model.config.architectures = ["Qwen3ForCausalLM"]
     return build_target("small-target", model, None)
+
+
+def make_run(folder: Path, trained_for: TargetConfig | None = None, **changes: Any) -> Path:
+    """A run folder with one checkpoint, which is its last and its best."""
+    model, trained_for = make_drafter(**changes), trained_for or TargetConfig(name="a/target")
+    checkpoint = Checkpoint(
+        weights=model.state_dict(),
+        moments={},
+        random={},
+        state=TrainState(StepMetrics.zero(4), step=12, tokens=3456),
+        run_config=RunConfig(target=trained_for, data=DataConfig(path=Path("somewhere/talks"))),
+        drafter_config=model.config,
+        data_fingerprint="f1n9er",
+    )
+    write_checkpoint(folder / "best", checkpoint)
+    (folder / "run.json").write_text(json.dumps({"sessions": [{"allowed": ["LOS030"]}, {"allowed": []}]}))
+    return folder
 
 
 def same_weights(model: DFlashDraftModel, tensors: dict[str, Tensor]) -> bool:
