@@ -295,7 +295,7 @@ def restore_random_states(states: Mapping[str, Tensor]) -> None:
 class CheckpointStore:
     """The checkpoints of one run folder.
 
-    Arguments:
+    Args:
         run_folder: where the run lies.
         keep_last: how many of the newest stay; the best one stays besides.
     """

@@ -58,7 +58,7 @@ class Estimate:
 def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, longest: int) -> Estimate:
     """Estimate a run.
 
-    Arguments:
+    Args:
         state_bytes: size of one number of the captured states.
         longest: tokens of the longest conversation; a row is at least that long.
     """

@@ -56,7 +56,7 @@ def metrics_record(metrics: StepMetrics, loss: LossConfig) -> Record:
 class RunLog:
     """Writes what was learned, how fast, and TensorBoard's scalars of both; feeds the display.
 
-    Arguments:
+    Args:
         run: its folder.
         state: where the run stands; later lines are cut off.
         learning_rate: rate of an update, by its number from 0.
@@ -136,7 +136,7 @@ class RunLog:
 class SpeedMeter:
     """Rates between two lines, from snapshots of the engine and the clock.
 
-    Arguments:
+    Args:
         statistics: snapshot of the engine.
         state: progress at the start of this session.
     """
@@ -257,7 +257,7 @@ class LineDisplay:
 class JsonLines:
     """A file with one JSON object per line, each with a `step`.
 
-    Arguments:
+    Args:
         path: the file; lines of steps after `last_step`, and torn lines, are cut off.
         last_step: step from which the run continues, 0 at its start.
         logged_step: step of the last line that the run has written up to then, 0 if that is not known.
@@ -327,7 +327,7 @@ class Columns:
 
     A list becomes one column per place, `name/0`, `name/1`, ..; what is None was not measured.
 
-    Arguments:
+    Args:
         records: number of a line in its file, and what it says; `step` is a number in each.
         lines: all lines of the file, those behind a torn one included.
 

@@ -39,7 +39,7 @@ class QueueStatistics:
 class HiddenStatesQueue:
     """Rows in the order of the sampler, for any number of producers and one consumer.
 
-    Arguments:
+    Args:
         max_bytes: most bytes that wait, see the module's docstring for the exception.
         first: sequence number of the first row that will leave.
     """

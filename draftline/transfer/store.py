@@ -76,7 +76,7 @@ class StoreIdentity:
 class StatesStore:
     """States of one prepared data set, by sample.
 
-    Arguments:
+    Args:
         folder: created if it does not exist.
         identity: what the states are, or must be.
         lengths: [n] tokens of each sample.

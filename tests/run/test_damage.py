@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftline.errors import CheckpointError, DraftlineError, StorageError
+from draftline.errors import CheckpointError, DraftlineError, PipelineError, StorageError
 from draftline.formats.card import trained_mode
 from draftline.formats.exporting import export_drafter
 from draftline.train.checkpoint import read_checkpoint, read_record, run_of
@@ -173,3 +173,20 @@ def test_a_checkpoint_knows_its_run(whole: Path, tmp_path: Path) -> None:
     assert trained_mode(alone) is None
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         read_record(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["inline", "threads"])
+def test_damaged_states_stop_a_run_with_their_file(tmp_path: Path, mode: str) -> None:
+    words = [f"pipeline.states_path={tmp_path / 'states'}", f"pipeline.mode={mode}"]
+    small_run(tmp_path / "filled", "train.max_steps=1", *words)
+    (states,) = (tmp_path / "states").glob("*/hidden_states.bin")
+    content = bytearray(states.read_bytes())
+    content[len(content) // 2] ^= 1
+    states.write_bytes(content)
+    with pytest.raises((CheckpointError, PipelineError)) as caught:
+        small_run(tmp_path / "read", *words)
+    assert f"{states}: sample " in str(caught.value)
+    assert "delete the folder to capture the states again" in str(caught.value)
+    assert "\n" not in str(caught.value)
+    states.write_bytes(content[:-1])
+    assert f"{states} has " in line_of(lambda: small_run(tmp_path / "again", *words))
