@@ -6,9 +6,8 @@ All prompts are answered first, with the drafter and without; then turns are cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -32,6 +31,7 @@ from draftline.evaluate.acceptance import (
     teacher_forced_walk,
 )
 from draftline.evaluate.answer import DecodedTurn, answer_dialogue
+from draftline.evaluate.doubts import disagreement, mode_of, mode_warnings, repeated, same_rendering, unasked
 from draftline.evaluate.generate import Generation, check_prompt, fits, generate, tie_gap
 from draftline.evaluate.result import (
     CountedAnswer,
@@ -43,15 +43,11 @@ from draftline.evaluate.result import (
     by_output_length,
     by_output_position,
 )
-from draftline.evaluate.settings import SameRendering, mode_of, mode_warnings
 from draftline.options import EvaluationSettings
 from draftline.targets.model import Target, weights_fingerprint
 
 Progress = Callable[[int, int], None]
 """Called with answered turns and all turns."""
-
-AGREEMENT = 0.05
-"""Relative difference of decoded and teacher-forced acceptance length from which one of the two must be wrong."""
 
 _UNDEFINED = (math.nan, math.nan)
 
@@ -114,12 +110,12 @@ def summarise(
     differences = _differences(target, turns) if settings.sampling.greedy else []
     equal = _equal_prompts(turns, differences) if settings.sampling.greedy else []
     decoded, forced = Acceptance.total(clusters).length, Acceptance.total(walks).length
-    mode = _mode(turns, settings)
+    mode = mode_of(turns, settings.template_options)
     warnings = [
-        *_disagreement(decoded, forced),
-        *_unasked(prompts, turns, target),
-        *_repeated(prompts),
-        *([] if trained_mode is None else mode_warnings(trained_mode, mode, _same_rendering(target, prompts))),
+        *disagreement(decoded, forced),
+        *unasked(prompts, turns, target),
+        *repeated(prompts),
+        *([] if trained_mode is None else mode_warnings(trained_mode, mode, same_rendering(target, prompts[0]))),
     ]
     return EvaluationResult(
         acceptance_length=decoded,
@@ -251,60 +247,3 @@ def _turn_result(target: Target, prompt: Prompt, turn: DecodedTurn) -> TurnResul
         target_forwards=turn.drafted.target_forwards,
         accepted_per_forward=turn.drafted.accepted_per_forward,
     )
-
-
-def _mode(turns: Sequence[DecodedTurn], settings: EvaluationSettings) -> ChatMode:
-    """Of the prompts that were answered, each with its whole dialogue."""
-    dialogues = list({turn.prompt: turn.dialogue for turn in turns}.values())
-    return mode_of(dialogues, [{**settings.template_options, **dialogue.template_options} for dialogue in dialogues])
-
-
-def _disagreement(decoded: float, forced: float) -> list[str]:
-    if abs(forced / decoded - 1) > AGREEMENT:
-        return [
-            f"decoded acceptance length {decoded:.2f} and teacher-forced {forced:.2f} differ by more than "
-            f"{AGREEMENT:.0%}: what is decoded is not what was trained; run `draftline audit` on the drafter"
-        ]
-    return []
-
-
-def _unasked(prompts: Sequence[Prompt], turns: Sequence[DecodedTurn], target: Target) -> list[str]:
-    """Later turns that did not fit; a prompt's first turn was checked before."""
-    answered = {turn.prompt: turn.turn + 1 for turn in turns}
-    missing = {i: len(answer_slots(p.conversation)) - answered.get(i, 0) for i, p in enumerate(prompts)}
-    if not any(missing.values()):
-        return []
-    first = next(i for i, count in missing.items() if count)
-    return [
-        f"{sum(missing.values())} turns were not asked: with what was said before they exceed the "
-        f"{target.config.max_position_embeddings} positions of {target.name}; the first is turn "
-        f"{answered.get(first, 0) + 1} of {prompts[first].place}: lower --max-new-tokens to have all"
-    ]
-
-
-def _repeated(prompts: Sequence[Prompt]) -> list[str]:
-    """Equal prompts: their answers are equal, too, and say no more than one of them."""
-    seen: set[str] = set()
-    again: list[Prompt] = []
-    for prompt in prompts:
-        text = prompt.conversation.model_dump_json()
-        again += [prompt] if text in seen else []
-        seen.add(text)
-    if not again:
-        return []
-    return [
-        f"{len(again)} of {len(prompts)} prompts were asked before, the first is {again[0].place}: the intervals take "
-        "them for further prompts and are too narrow"
-    ]
-
-
-def _same_rendering(target: Target, prompts: Sequence[Prompt]) -> SameRendering:
-    """Compares two sets of template options by what they make of the first prompt."""
-    conversation = prompts[0].conversation.model_copy(update={"template_options": {}})
-    asked = conversation.model_copy(update={"messages": answer_slots(conversation)[0]})
-
-    def same(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-        one, other = (render_prompt(target.require_tokenizer(), asked, dict(options)) for options in (first, second))
-        return one == other
-
-    return same

@@ -9,7 +9,9 @@ import pytest
 
 from draftline.data.accounting import Accounting, ChatMode
 from draftline.data.conversations import Conversation, Message
-from draftline.evaluate.settings import mode_of, mode_warnings
+from draftline.evaluate.answer import DecodedTurn
+from draftline.evaluate.doubts import mode_of, mode_warnings
+from draftline.evaluate.generate import Generation
 
 SYSTEM = "You are a pirate."
 
@@ -31,7 +33,8 @@ def prepared(chats: list[Conversation], options: dict[str, Any] | None = None) -
 
 
 def served(chats: list[Conversation]) -> ChatMode:
-    return mode_of(chats, [each.template_options for each in chats])
+    turns = [DecodedTurn(i, 0, each, [], Generation([]), Generation([]), 0.0, 0.0) for i, each in enumerate(chats)]
+    return mode_of(turns, {})
 
 
 def differ(_first: Mapping[str, Any], _second: Mapping[str, Any]) -> bool:
