@@ -23,7 +23,7 @@ target's argmax, then take the argmax.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from draftline.config import DFlashConfig
-from draftline.draft.block import FrozenTarget, block_input_ids, greedy_tokens
+from draftline.draft.block import FrozenTarget, Head, block_input_ids, greedy_tokens
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError, TargetError
 from draftline.evaluate.target_state import open_target_state
@@ -127,17 +127,26 @@ class BlockDrafter:
         """Project the states of kept tokens once, for all blocks to come."""
         self._draft_model.extend_cache(self._cache, hidden_states.to(self._weight))
 
+    @property
+    def head(self) -> Head:
+        """What it speaks through."""
+        return self._frozen.head
+
     def propose(self, anchor_id: int) -> Proposal:
         """One forward of the drafter, one of the target's head or of the rows that the drafter can say."""
+        states_KD, head = self.block_states(anchor_id), self.head
+        if self._sampling.greedy:
+            return Proposal(greedy_tokens(states_KD, head))
+        probabilities_KV = head.to_whole(probabilities(self._sampling, head.logits(states_KD)))
+        return Proposal(draw(probabilities_KV, self._generator), probabilities_KV)
+
+    def block_states(self, anchor_id: int) -> Tensor:
+        """What the drafter computes in the slots that predict, [K, D], ready for `head`."""
         config = self._draft_model.config
         anchor_1 = torch.tensor([anchor_id], device=self._target.device)
         block_ids = block_input_ids(anchor_1, config.block_size, config.mask_token_id)
         hidden = self._draft_model.draft(self._cache, self._frozen.embed(block_ids)).to(self._target.device)
-        predicted, head = hidden[0, config.first_predicting_slot :], self._frozen.head
-        if self._sampling.greedy:
-            return Proposal(greedy_tokens(predicted, head))
-        probabilities_KV = head.to_whole(probabilities(self._sampling, head.logits(predicted)))
-        return Proposal(draw(probabilities_KV, self._generator), probabilities_KV)
+        return hidden[0, config.first_predicting_slot :]
 
 
 class NothingDrafted:
@@ -208,12 +217,19 @@ def decode(
     stop_token_ids: Collection[int],
     sampling: Sampling,
     generator: torch.Generator | None,
+    on_kept: Callable[[Tensor], None] | None = None,
 ) -> Generation:
-    """The loop itself; see the head of this file."""
+    """The loop itself; see the head of this file.
+
+    Args:
+        on_kept: called with the target's logits [n, V] of each n tokens that the output grows by.
+    """
     check_prompt(target, input_ids.shape[1], max_new_tokens)
     with open_target_state(target, proposer.target_layer_ids) as state:
         verified, kept_count = state.forward(input_ids.to(target.device)), input_ids.shape[1]
         answer = Generation([int(choose(sampling, verified.logits_nV[-1:], generator)[0])])
+        if on_kept is not None:
+            on_kept(verified.logits_nV[-1:])
         while len(answer.output_ids) < max_new_tokens and answer.output_ids[-1] not in stop_token_ids:
             # The last token of the output has no state yet; all before it are committed to both caches.
             state.keep(kept_count)
@@ -229,6 +245,8 @@ def decode(
             answer.accepted_per_forward.append(min(accepted, len(kept)))
             answer.drafted_blocks.append(drafted)
             kept_count = len(kept)
+            if on_kept is not None:
+                on_kept(verified.logits_nV[:kept_count])
         return replace(answer, replayed_forwards=state.replayed_forwards)
 
 

@@ -27,6 +27,8 @@ from draftline.formats.programs import (
     serving_command,
     serving_notes,
 )
+from draftline.formats.proof import write_proof
+from draftline.formats.proof_prompts import choose_prompts
 from draftline.formats.write import export_speculators, export_zlab
 from draftline.options import ExportSettings, Given
 from draftline.records import Sample
@@ -97,7 +99,7 @@ def export_drafter(
     settings: ExportSettings | None = None,
     given: Given | None = None,
 ) -> ExportReport:
-    """Write what a program needs to serve the drafter in `source`, checked, with its card and command.
+    """Write what a program needs to serve the drafter in `source`, checked, with its card, proof and command.
 
     Args:
         source: a run, a checkpoint, or any folder that `import` reads.
@@ -133,8 +135,8 @@ def export_drafter(
             audit_of_run=None if run is None else run.audit,
         )
     )
-    _write(loaded, out, form, dtype, target, serving.target, card)
-    notes = [*loaded.notes, *serving_notes(reader, serving)]
+    unproven = _write(loaded, out, form, dtype, target, serving.target, card, source)
+    notes = [*loaded.notes, *unproven, *serving_notes(reader, serving)]
     if serving.target == "smollm2":
         notes.append("smollm2 is a name that servers do not know: save the target as a folder and name that instead.")
     if largest > FLOAT16_MAX:
@@ -162,9 +164,9 @@ def import_drafter(
     serving = Serving(str(out), name, loaded.export_dtype, config)
     readers = readers_of(form, config)
     card = model_card(CardFacts(serving=serving, readers=readers, checks=CHECKS))
-    _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card)
+    unproven = _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card, source)
     command = serving_command(readers[0], serving)
-    return ExportReport(out, form, loaded.export_dtype, CHECKS, command, loaded.notes)
+    return ExportReport(out, form, loaded.export_dtype, CHECKS, command, (*loaded.notes, *unproven))
 
 
 @torch.no_grad()
@@ -215,10 +217,19 @@ def _write(
     target: Target | None,
     verifier: str | None,
     card: str,
-) -> None:
+    source: Path,
+) -> list[str]:
+    """Write the folder, with its proof where there is a target; gives what to know about a proof that is missing."""
+    notes: list[str] = []
+
+    def prove(written: Path) -> None:
+        if target is not None:
+            fault = write_proof(written, target, choose_prompts(source, target))
+            notes.extend([] if fault is None else [fault])
+
     if form == "zlab":
-        export_zlab(loaded.draft_model, out, dtype, card)
-        return
+        export_zlab(loaded.draft_model, out, dtype, card, prove)
+        return notes
     architectures = tuple(target.model.config.architectures or ()) if target is not None else ()
     export_speculators(
         loaded.draft_model,
@@ -228,7 +239,9 @@ def _write(
         verifier_architectures=architectures,
         target_head=None if target is None else target.head,
         card=card,
+        prove=prove,
     )
+    return notes
 
 
 def _training(source: Path, run: RunFolder | None) -> Training | None:

@@ -110,12 +110,14 @@ def write_folder(
     check: Callable[[Path], None],
     card: str | None = None,
     beside: Mapping[str, Tensor] | None = None,
+    prove: Callable[[Path], None] | None = None,
 ) -> None:
     """Write `config.json`, the weights in `dtype` and the model card; the folder appears only if `check` passes.
 
     Args:
         beside: tensors that the format stores with the drafter's own.
         check: called with the finished files under their temporary name; raises if they are not as they should be.
+        prove: called with the checked files; adds its own.
 
     Raises:
         ExportError: a weight is not finite in `dtype`, or `check` fails.
@@ -129,6 +131,8 @@ def write_folder(
         check(temporary)
         if card is not None:
             (temporary / "README.md").write_text(card, encoding="utf-8")
+        if prove is not None:
+            prove(temporary)
 
 
 def stored_tensors(draft_model: DFlashDraftModel, dtype: ExportDtype) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ of the target's head, because vLLM cannot choose them by itself: without `lm_hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,27 @@ SPECULATORS_VERSION = "0.9.0"
 """The version whose format this is."""
 
 
-def export_zlab(draft_model: DFlashDraftModel, folder: Path, dtype: ExportDtype, card: str | None = None) -> None:
+def export_zlab(
+    draft_model: DFlashDraftModel,
+    folder: Path,
+    dtype: ExportDtype,
+    card: str | None = None,
+    prove: Callable[[Path], None] | None = None,
+) -> None:
     """Write the drafter, read it back, and compare: the folder appears only if what it holds is the same drafter.
 
     Args:
         card: content of README.md.
+        prove: called with the checked files; adds its own.
 
     Raises:
         ExportError: the format cannot express this drafter, a weight is not finite, or what was read back differs.
         StorageError: the folder is not empty or cannot be written.
     """
     tree = zlab_config(draft_model.config, dtype)
-    write_folder(folder, tree, draft_model, dtype, lambda written: verify_folder(written, draft_model, dtype), card)
+    write_folder(
+        folder, tree, draft_model, dtype, lambda written: verify_folder(written, draft_model, dtype), card, prove=prove
+    )
 
 
 def zlab_config(config: DFlashConfig, dtype: ExportDtype) -> dict[str, Any]:
@@ -146,6 +156,7 @@ def export_speculators(
     verifier_architectures: tuple[str, ...] = (),
     target_head: TargetHead | None = None,
     card: str | None = None,
+    prove: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the drafter, read it back, and compare: the folder appears only if what it holds is the same drafter.
 
@@ -154,6 +165,7 @@ def export_speculators(
         verifier_architectures: as its `config.json` names them.
         target_head: the target's, of which a reduced vocabulary stores rows.
         card: content of README.md.
+        prove: called with the checked files; adds its own.
 
     Raises:
         ExportError: the format cannot express this drafter, or what was read back differs.
@@ -169,6 +181,7 @@ def export_speculators(
         lambda written: verify_folder(written, draft_model, dtype, beside),
         card,
         beside,
+        prove,
     )
 
 

@@ -223,18 +223,23 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return frozenset(token_id for token_id in ids if token_id is not None)
 
 
-def weights_fingerprint(model: torch.nn.Module) -> str:
-    """Identity of the weights from 64 evenly spaced values of each parameter; milliseconds, even for large models."""
+def weights_fingerprint(model: torch.nn.Module, dtype: torch.dtype | None = None) -> str:
+    """Identity of the weights from 64 evenly spaced values of each parameter; milliseconds, even for large models.
+
+    Args:
+        model: any module.
+        dtype: take the values as if they were stored in it; none: as they are.
+    """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        digest.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
-        digest.update(_spread_values(parameter.detach()).numpy().tobytes())
+        digest.update(f"{name} {tuple(parameter.shape)} {dtype or parameter.dtype}\n".encode())
+        digest.update(_spread_values(parameter.detach(), dtype or parameter.dtype).numpy().tobytes())
     return digest.hexdigest()
 
 
-def _spread_values(parameter: Tensor) -> Tensor:
+def _spread_values(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     flat = parameter.flatten()
-    return flat[:: max(1, flat.numel() // 64)][:64].cpu().float()
+    return flat[:: max(1, flat.numel() // 64)][:64].cpu().to(dtype).float()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -13,6 +13,7 @@ from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.formats.card import trained_mode
 from draftline.formats.exporting import export_drafter
+from draftline.formats.proof import ProofPrompts
 from draftline.options import ExportSettings, Results
 from tests.formats.drafters import (
     ALL_SLIDING,
@@ -75,6 +76,8 @@ def test_the_modes_of_the_training_data_go_with_the_drafter(tmp_path: Path, monk
     report = {"thinking": {"with_reasoning": 9}, "system_prompts": {"none": 9}, "template_options": {"{}": 9}}
     data = SimpleNamespace(meta=meta, report=report, fingerprint="f1n9er")
     monkeypatch.setattr(PreparedDataset, "open", lambda _path: data)
+    prompts = ProofPrompts("random", [[1, 2, 3]])  # of data that is there only in name
+    monkeypatch.setattr("draftline.formats.exporting.choose_prompts", lambda _source, _target: prompts)
     known = trained_mode(run)
     assert known == ChatMode({"with_reasoning": 9}, {"none": 9}, {'{"enable_thinking": true}': 9})
     export_drafter(source=run, out=tmp_path / "out", target=target, settings=ExportSettings(dtype="float32"))
