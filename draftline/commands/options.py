@@ -38,10 +38,11 @@ def from_words(command: Callable[[Options], int | None]) -> Callable[..., int | 
 
     def called(**values: Any) -> int | None:
         try:
-            return command(_filled(record, values))
-        except ValidationError as error:
+            options = _filled(record, values)
+        except ValidationError as error:  # what typer cannot check
             fault = error.errors()[0]
-            raise ConfigError(f"{fault['loc'][-1]} = {fault['input']!r}: {fault['msg']}") from error
+            raise ConfigError(f"{'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}") from error
+        return command(options)
 
     called.__doc__ = command.__doc__
     called.__signature__ = Signature([_parameter(name, field) for name, field in _leaves(record)])  # type: ignore[attr-defined]

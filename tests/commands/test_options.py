@@ -13,7 +13,7 @@ from pydantic import Field
 from draftline import cli
 from draftline.commands.options import from_words
 from draftline.config import Flag, RunConfig, Settings, flatten, load_run_config
-from draftline.errors import DraftlineError
+from draftline.errors import ConfigError, DraftlineError
 from draftline.options import RunFlags, Sets, TrainFlags, Word
 
 
@@ -22,6 +22,8 @@ class Inner(Settings):
     """How deep."""
     careful: bool = True
     """Do not look twice."""
+    rate: float = Field(0.5, gt=0)
+    """How fast."""
     unseen: Annotated[int, Flag(None)] = 4
     """Of no command."""
 
@@ -95,6 +97,11 @@ def test_wrong_words_are_refused(words: list[str], said: str) -> None:
     with pytest.raises(typer.TyperException) as refused:
         called(*words)
     assert said in str(refused.value) + refused.value.format_message()
+
+
+def test_what_the_command_line_cannot_check_the_record_refuses() -> None:
+    with pytest.raises(ConfigError, match=r"rate = -1\.0: Input should be greater than 0"):
+        called("here", "--called", "x", "--rate", "-1")
 
 
 def test_the_help_is_made_of_docstrings(capsys: pytest.CaptureFixture[str]) -> None:
