@@ -69,6 +69,15 @@ def test_modelopts_window_is_lost(tmp_path: Path) -> None:
     assert "ignores dflash_config.use_swa" in _said(report)
 
 
+def test_a_window_that_is_not_switched_on_is_lost(tmp_path: Path) -> None:
+    """transformers, through which programs read, forgets `sliding_window` without `use_sliding_window`."""
+    tree = CONTRACTS["zlab"]() | {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6}
+    del tree["use_sliding_window"], tree["is_causal"]
+    report = _audit(tmp_path, "zlab", tree)
+    assert "EXP005" in _codes(report, "error")
+    assert "z-lab reads windows [None, None], trained with [6, None]" in _said(report)
+
+
 def test_torchspecs_tensors_have_other_names(tmp_path: Path) -> None:
     report = _audit(tmp_path, "torchspec", CONTRACTS["torchspec"]())
     assert "EXP001" in _codes(report, "error")
