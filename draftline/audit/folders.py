@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from draftline.audit.finding import Finding
+from draftline.audit.life import drawn_data
 from draftline.audit.report import AuditReport, run_audit
 from draftline.audit.subject import AuditSubject, prepared_data
 from draftline.config import DFlashConfig, RunConfig, TargetConfig
 from draftline.data.dataset import PreparedDataset, open_data
-from draftline.data.sampler import IntArray
-from draftline.data.split import RunData, choose_conversations
+from draftline.data.split import choose_conversations
 from draftline.errors import CheckpointError, ConfigError, TargetError
 from draftline.formats.beginning import settings_of
 from draftline.formats.dialects import describe
 from draftline.formats.files import read_config, read_files
 from draftline.formats.load import checkpoint_folder, load_drafter
 from draftline.options import Given
-from draftline.records import Sample
 from draftline.run import Run, assemble
 from draftline.targets.model import Target, load_target
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
@@ -136,44 +130,3 @@ def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:
     """Settings under which a drafter of this shape would be trained."""
     wanted = TargetConfig(name=target.name, device=str(target.device))
     return RunConfig(target=wanted, drafter=settings_of(shape))
-
-
-class MemoryConversations:
-    """Conversations in memory, with what a prepared folder would say of them.
-
-    Arguments:
-        samples: numbered from 0.
-        fingerprint: identifies them.
-    """
-
-    def __init__(self, samples: Collection[Sample], fingerprint: str) -> None:
-        self._samples, self.fingerprint = list(samples), fingerprint
-        self.lengths: IntArray = np.array([len(sample) for sample in samples], dtype=np.int64)
-        self.prompt_hashes: NDArray[np.uint64] = np.arange(len(samples), dtype=np.uint64)
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, sample_id: int) -> Sample:
-        return self._samples[sample_id]
-
-    def used_token_ids(self) -> Tensor:
-        """[highest id + 1] bool, true for ids that occur."""
-        ids = torch.cat([sample.input_ids for sample in self._samples])
-        return torch.zeros(int(ids.max()) + 1, dtype=torch.bool).index_fill_(0, ids, True)
-
-
-def drawn_data(target: Target, mask_token_id: int | None, count: int = 12, length: int = 48) -> RunData:
-    """Random conversations for a run that has no data: a few tokens asked, the rest supervised."""
-    known = target.vocab_size if target.tokenizer is None else min(target.vocab_size, len(target.tokenizer))
-    special = set() if target.tokenizer is None else set(target.tokenizer.all_special_ids)
-    # Without a tokenizer the highest rows may be padding, one of which becomes the mask.
-    usable = torch.tensor([i for i in range(max(2, known * 3 // 4)) if i not in special | {mask_token_id}])
-    generator = torch.Generator().manual_seed(0)
-    samples = []
-    for index in range(count):
-        tokens = min(length - index, target.config.max_position_embeddings)
-        ids = usable[torch.randint(len(usable), (tokens,), generator=generator)]
-        samples.append(Sample(index, ids, torch.arange(tokens) >= min(4 + index, tokens // 2)))
-    conversations = MemoryConversations(samples, "drawn")
-    return RunData(conversations, np.arange(count - 2), conversations, np.arange(count - 2, count))

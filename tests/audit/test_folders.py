@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from draftline.audit import run_audit
-from draftline.audit.folders import MemoryConversations, audit_run_folder, subject_to_come
+from draftline.audit.folders import audit_run_folder, subject_to_come
+from draftline.audit.life import MemoryConversations
 from draftline.audit.subject import prepared_data
 from draftline.config import load_run_config
 from draftline.data.split import RunData

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from draftline.audit.folders import MemoryConversations
+from draftline.audit.life import MemoryConversations
 from draftline.config import load_run_config
 from draftline.data.split import RunData, choose_conversations
 from draftline.records import Sample

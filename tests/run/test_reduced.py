@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from draftline.audit.folders import MemoryConversations
+from draftline.audit.life import MemoryConversations
 from draftline.config import TargetConfig, load_run_config
 from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.errors import CheckpointError, ConfigError

@@ -12,7 +12,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from draftline.audit.folders import MemoryConversations
+from draftline.audit.life import MemoryConversations
 from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError, DataError, DraftlineError, PipelineError, StorageError

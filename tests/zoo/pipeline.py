@@ -22,7 +22,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftline.audit.folders import MemoryConversations, drawn_data, subject_of_run
+from draftline.audit.folders import subject_of_run
+from draftline.audit.life import MemoryConversations, drawn_data
 from draftline.audit.subject import AuditSubject, PreparedData
 from draftline.config import RunConfig
 from draftline.data.conversations import hash_json
