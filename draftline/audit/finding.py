@@ -26,6 +26,7 @@ AREAS = {
     "OPT": "optimiser and checkpoints",
     "EXP": "exported drafter",
     "EVL": "decoding and metrics",
+    "RUN": "the run as a whole",
 }
 """In the order in which they are checked: each needs only what comes before it."""
 

@@ -29,6 +29,8 @@ from draftline.data.sampler import IntArray
 from draftline.data.split import Conversations, RunData
 from draftline.draft.attention import BlockLayout
 from draftline.errors import Interrupted
+from draftline.formats.exporting import export_drafter
+from draftline.formats.programs import Reader
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run, Watcher, assemble, train
 from draftline.targets.model import Target
@@ -42,6 +44,9 @@ _ROWS_PER_PASS = STOP_AFTER * ROWS_PER_STEP // 2
 _ANCHORS = 4
 _CONVERSATIONS, _HELDOUT, _WALKS = 9, 3, 2
 _MOST_TOKENS, _FEWEST_TOKENS = 3000, 400
+ANSWER_TOKENS = 16
+"""Longest answer that is decoded at the end."""
+
 _OPERATIONS_PER_PASS = 2e11
 """Multiplications and additions that a pass of the target may take on a CPU: two seconds or so."""
 
@@ -139,13 +144,14 @@ class Life:
 
     Attributes:
         run: as it was assembled for the second session, now at its end.
-        folder: its run folder.
+        folder: its run folder; exported: its best checkpoint, as `draftline export` writes it in bfloat16.
         reduced: what was reduced, in words.
         first_weights: the drafter's tensors before the first step.
     """
 
     run: Run
     folder: Path
+    exported: Path
     reduced: str
     first_weights: dict[str, Tensor]
 
@@ -262,7 +268,13 @@ def live(run: Run, observe: Observer) -> Iterator[Life]:
             _session(first, place / "run", observe, stop_after=STOP_AFTER)
         second = _assembled(run, config, data)
         _session(second, place / "run", observe, resume=True)
-        yield Life(second, place / "run", reduced, weights)
+        export_drafter(source=place / "run", out=place / "drafter", target=run.target, reader=_reader(second))
+        yield Life(second, place / "run", place / "drafter", reduced, weights)
+
+
+def _reader(run: Run) -> Reader:
+    """z-lab's format has no word for a reduced vocabulary, nor for anchors that predict."""
+    return "speculators" if run.shape.draft_vocab_size is not None or run.shape.sample_from_anchor else "zlab"
 
 
 def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
@@ -271,9 +283,7 @@ def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
     return replace(run, **vars(made))
 
 
-def _session(
-    run: Run, folder: Path, observe: Observer, *, resume: bool = False, stop_after: int | None = None
-) -> None:
+def _session(run: Run, folder: Path, observe: Observer, *, resume: bool = False, stop_after: int | None = None) -> None:
     done = 0
 
     def stop_requested() -> bool:

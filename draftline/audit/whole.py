@@ -1,0 +1,311 @@
+"""RUN: does the run as a whole do what the written recipe says?
+
+A short life of the run (`life.py`) beside the reference run (`oracle.py`): the steps are compared while they happen
+(`comparison.py`), and here what the run left behind: log, checkpoints, export, answers, and the target itself. The other
+checks say *what* is wrong with a stage; what none of them explains is reported under these codes, with the place where
+it first shows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from draftline.audit import oracle
+from draftline.audit.comparison import Difference, Judge, rounded_drafter, text_of
+from draftline.audit.drafter_reference import drafter_of
+from draftline.audit.finding import CHECKS, Problem, check
+from draftline.audit.life import ANSWER_TOKENS, STOP_AFTER, Life, live
+from draftline.audit.oracle_decoding import Decoded, decode, last_answer
+from draftline.audit.probe import Probe, once_per_audit
+from draftline.audit.reference import model_forward
+from draftline.audit.subject import NotApplicable
+from draftline.evaluate import generate
+from draftline.formats.load import load_drafter
+from draftline.targets.model import TINY_FOLDER
+from draftline.train.run_folder import RunFolder
+
+_LARGEST_COPY = 4 << 30
+"""Bytes of a target that is loaded a second time, through transformers alone, to be compared with the live one."""
+
+_FIGURES = ("accuracy", "streak", "data_accuracy", "accuracy_by_position", "conditional_accuracy_by_position")
+
+
+@dataclass(frozen=True, eq=False)
+class Lived:
+    """How a life went.
+
+    Attributes:
+        differences: the first of each code.
+        failure: what the run raised, or nothing.
+    """
+
+    differences: Mapping[str, Difference]
+    failure: str = ""
+
+
+@once_per_audit
+def lived(probe: Probe) -> Lived:
+    """One short life, compared with the reference; the note says what was reduced."""
+    run = probe.subject.run
+    if probe.subject.trained:
+        raise NotApplicable("the run has been lived already; a life is for a run to come")
+    before, judge = _sums(run.target.model), Judge(run)
+    try:
+        with live(run, judge.observe) as life:
+            probe.notes.append(f"lived beside the reference run: {life.reduced}")
+            _log(life, judge)
+            _checkpoints(life, judge)
+            _export(life, judge)
+    except Exception as error:  # the border of the life: whatever the run raises is what it would raise later
+        return Lived({}, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    _target(probe, before, judge)
+    return Lived({one.code: one for one in judge.differences})
+
+
+def _log(life: Life, judge: Judge) -> None:
+    """The lines of the log against the counts of the steps and the figures of the reference."""
+    train, loss = life.run.config.train, life.run.config.loss
+    total = life.run.sampler.total_steps
+    lines = {
+        line["step"]: line for line in map(json.loads, RunFolder(life.folder).metrics_path.read_text().splitlines())
+    }
+    wanted = oracle.log_lines(judge.counts, train, total, evaluates=bool(judge.evaluated))
+    fix = "a line averages over all steps since the line before, also over a resume; an evaluation reads held-out rows"
+    if list(lines) != list(wanted):
+        return judge.say("RUN007", f"the log has lines of steps {list(lines)}, by the recipe {list(wanted)}", fix)
+    for step, counts in wanted.items():
+        line, figures = lines[step], oracle.figures(counts, loss)
+        of_step = judge.steps[step - 1]
+        figures |= {
+            "tokens": sum(one.tokens for one in judge.counts[:step]),
+            "learning_rate": oracle.learning_rate(step - 1, total, life.run.config.optim),
+            "grad_norm": None if of_step.result is None else of_step.result.grad_norm,
+        }
+        unlike = next((name for name, value in figures.items() if not _near(line.get(name), value, 1e-6)), None)
+        if unlike is not None:
+            return judge.say(
+                "RUN007", f"line of step {step}: {unlike} {line.get(unlike)}, it was {figures[unlike]}", fix
+            )
+        _heldout(life, judge, step, line)
+    return None
+
+
+def _heldout(life: Life, judge: Judge, step: int, line: Mapping[str, Any]) -> None:
+    """Held-out figures of a line against the reference with the weights of that step."""
+    measured = judge.evaluated.get(step)
+    fix = "held-out rows in the given order, anchors of seed 0 and pass 0, the weights of this step in evaluation"
+    logged = {name: line.get(f"heldout_{name}") for name in (*_FIGURES, "loss")}
+    if measured is None or logged["accuracy"] is None:
+        if (measured is None) != (logged["accuracy"] is None):
+            judge.say("RUN007", f"line of step {step}: held-out accuracy {logged['accuracy']}", fix)
+        return
+    counts, slots = measured.counts, max(1, sum(measured.counts.slots))
+    figures = oracle.figures(counts, life.run.config.loss)
+    low = rounded_drafter(life.run, drafter_of(life.run.shape, life.first_weights, judge.model)) is not None
+    allowed = {
+        "accuracy": measured.near / slots,
+        "data_accuracy": measured.near / slots,
+        "streak": measured.near * len(counts.slots) / max(1, counts.blocks),
+        "loss": (0.05 if low else 2e-4) * abs(float(figures["loss"] or 0.0)),  # type: ignore[arg-type]
+    }
+    for name, spread in allowed.items():
+        if not _near(logged[name], figures[name], 1e-6, spread):
+            text = f"line of step {step}: held-out {name} {logged[name]}, measured again {figures[name]:.6g}"
+            judge.say("RUN007", text, fix)
+    walked = line.get("heldout_teacher_forced_acceptance_length")
+    if not low and measured.walk is not None and not _near(walked, measured.walk, 1e-6):
+        text = f"line of step {step}: teacher-forced acceptance length {walked}, walked again {measured.walk:.6g}"
+        judge.say("RUN007", text, "anchor at the answer's first token, jump streak + 1, on the weights of this step")
+
+
+def _near(found: Any, wanted: Any, relative: float, spread: float = 0.0) -> bool:
+    """Whether two figures, or lists of them, are the same but for rounding."""
+    if isinstance(wanted, list):
+        return (
+            isinstance(found, list)
+            and len(found) == len(wanted)
+            and all(map(_near, found, wanted, [relative] * len(wanted)))
+        )
+    if found is None or wanted is None:
+        return found is None and wanted is None
+    return abs(found - wanted) <= spread + relative * max(1.0, abs(wanted))
+
+
+def _checkpoints(life: Life, judge: Judge) -> None:
+    """Which checkpoints there are, which is best, and whether they hold the weights of their step."""
+    folder, train = RunFolder(life.folder), life.run.config.train
+    lines = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
+    streaks = {line["step"]: line["heldout_streak"] for line in lines if "heldout_streak" in line}
+    saved, best = oracle.checkpoints(streaks, train, life.run.sampler.total_steps)
+    written = sorted({*saved, STOP_AFTER})
+    kept = sorted({*written[-train.keep_last :], *([] if best is None else [best])})
+    fix = "best: the first of the highest held-out streaks; kept: it and the newest keep_last"
+    found = {which: folder.checkpoint(which) for which in ("best", "last")}  # type: ignore[arg-type]
+    for which, wanted in (("best", best), ("last", written[-1])):
+        place = found[which]
+        step = None if place is None else int(place.resolve().name.partition("-")[2])
+        if step != wanted:
+            return judge.say("RUN008", f"{which} is the checkpoint of step {step}, by the logged streaks {wanted}", fix)
+    if folder.checkpoint_steps() != kept:
+        return judge.say("RUN008", f"checkpoints of steps {folder.checkpoint_steps()} are kept, wanted {kept}", fix)
+    for step in kept:
+        stored = load_file(folder.step_folder(step) / "drafter.safetensors")
+        after = judge.steps[step - 1].after
+        unlike = [
+            name for name, tensor in after.items() if name not in stored or not torch.equal(stored[name], tensor.cpu())
+        ]
+        if unlike:
+            text = f"the checkpoint of step {step} has other weights than the drafter had: {unlike[0]}"
+            return judge.say("RUN008", text, "write the weights of the step, in float32")
+    return None
+
+
+def _export(life: Life, judge: Judge) -> None:
+    """The best checkpoint exported in bfloat16: its tensors, and the answers that it helps to decode."""
+    weights = judge.steps[_best_step(life) - 1].after
+    stored = load_file(life.exported / "model.safetensors")
+    wrong = [n for n, t in weights.items() if n != "d2t" and not torch.equal(stored.get(n, t), t.cpu().bfloat16())]
+    if wrong:
+        found = stored.get(wrong[0])
+        off = math.inf if found is None else float((found.double() - weights[wrong[0]].double().cpu()).abs().max())
+        text = f"{len(wrong)} tensors of the export are not the trained ones rounded once to bfloat16: {wrong[0]} off by {off:.1e}"
+        judge.say("RUN009", text, "round each float32 weight once, to nearest; change nothing else")
+    _answers(life, judge, {**weights, **{name: tensor.float() for name, tensor in stored.items() if name in weights}})
+
+
+def _best_step(life: Life) -> int:
+    folder = RunFolder(life.folder)
+    place = folder.checkpoint("best") or folder.checkpoint("last")
+    assert place is not None, "a life ends with a checkpoint"
+    return int(place.resolve().name.partition("-")[2])
+
+
+def _answers(life: Life, judge: Judge, weights: Mapping[str, Tensor]) -> None:
+    """Greedy answers with the exported drafter, against a decoder that recomputes everything."""
+    run, target = life.run, life.run.target
+    part, ids = (
+        (run.data.heldout, run.data.heldout_ids)
+        if run.data.heldout_ids.size
+        else (run.data.training, run.data.training_ids)
+    )
+    text = text_of(part, int(ids[0]))
+    start, _ = last_answer(text.loss_mask)
+    prompt = text.input_ids[: max(1, start)].tolist()
+    model = load_drafter(life.exported, target=target).draft_model.to(target.device)
+    found = generate.generate(target, model, torch.tensor([prompt]), max_new_tokens=ANSWER_TOKENS)
+    reference = drafter_of(run.shape, weights, judge.model)
+    wanted = decode(reference, judge.model, prompt, ANSWER_TOKENS, ())
+    fix = "accept a drafted token only if it is the target's own; states of kept tokens only, in both caches"
+    if found.output_ids != wanted.output_ids:
+        place = next(
+            i for i, pair in enumerate(zip(found.output_ids, wanted.output_ids, strict=False)) if pair[0] != pair[1]
+        )
+        if wanted.output_gaps[place] > _tie(judge.model):
+            judge.say("RUN010", f"token {place} of an answer is not the target's own", fix)
+        return
+    for number, (ours, theirs) in enumerate(zip(found.drafted_blocks, wanted.drafted_blocks, strict=False)):
+        if ours != theirs:
+            if _sure(wanted, number, ours, theirs, judge.model):
+                judge.say("RUN010", f"block {number} of an answer is drafted {ours}, by the reference {theirs}", fix)
+            return
+    if found.accepted_per_forward != wanted.accepted_per_forward:
+        text_of_counts = f"accepted per forward {found.accepted_per_forward}, by the rule {wanted.accepted_per_forward}"
+        judge.say("RUN010", text_of_counts, fix)
+
+
+def _tie(model: PreTrainedModel) -> float:
+    """Distance of two logits that rounding may turn around."""
+    return 0.25 if model.dtype in (torch.bfloat16, torch.float16) else 2e-3
+
+
+def _sure(wanted: Decoded, number: int, ours: Sequence[int], theirs: Sequence[int], model: PreTrainedModel) -> bool:
+    """Whether the first drafted token that differs was no near tie."""
+    place = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b)
+    return wanted.drafted_gaps[number][place] > _tie(model)
+
+
+def _target(probe: Probe, before: Mapping[str, tuple[float, float]], judge: Judge) -> None:
+    """The target after the life is the one before it, and the one that its checkpoint holds."""
+    target = probe.subject.target
+    changed = [name for name, sums in _sums(target.model).items() if sums != before[name]]
+    if changed:
+        text = f"the life changed {len(changed)} tensors of the target, first {changed[0]}"
+        return judge.say("RUN011", text, "the target is frozen and shares no memory with what is trained")
+    folder = TINY_FOLDER if target.name == "tiny" else Path(target.name).expanduser()
+    size = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    if not (folder / "config.json").is_file() or size > _LARGEST_COPY:
+        return None
+    try:
+        alone = AutoModelForCausalLM.from_pretrained(folder, dtype=target.dtype, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError):  # wrappers and remote code: loaded another way
+        return None
+    ids = text_of(probe.subject.run.data.training, int(probe.subject.run.data.training_ids[0])).input_ids
+    live_logits, logits = (
+        model_forward(target.model, ids).logits,
+        model_forward(alone.eval().to(target.device), ids).logits,
+    )
+    off = float((live_logits - logits).double().abs().max() / logits.double().abs().max())
+    if not off <= 1e-5 + 4 * torch.finfo(target.dtype).eps:
+        text = f"its logits differ by {off:.1e} (relative) from those of {folder} loaded through transformers alone"
+        judge.say(
+            "RUN011", text, "load the checkpoint as it is: weights, rotary base, epsilon and scaling of its config"
+        )
+    return None
+
+
+def _sums(model: PreTrainedModel) -> dict[str, tuple[float, float]]:
+    """Two sums of every tensor, which a change of any weight moves."""
+    return {
+        name: (float(p.detach().sum(dtype=torch.float64)), float(p.detach().double().square().sum()))
+        for name, p in model.named_parameters()
+    }
+
+
+def _codes(*words: str) -> tuple[str, ...]:
+    """Codes of checks by area or by their own name, as far as they are registered."""
+    return tuple(code for code in CHECKS if code[:3] in words or code in words)
+
+
+_EXPLAINED = {
+    "RUN002": ("the rows that are trained on are not those of the recipe", _codes("DAT001")),
+    "RUN003": ("what reaches the drafter is not what the target says", _codes("TGT", "DAT001", "DRF001")),
+    "RUN004": ("blocks, anchors or first weights are not those of the recipe", _codes("TGT", "DRF", "DAT001")),
+    "RUN005": (
+        "a step's gradient or counts are not those of the recipe",
+        _codes("TGT", "DRF", "LOS", "DAT001", "RUN003"),
+    ),
+    "RUN006": ("weights do not move as the recipe says", _codes("OPT", "RUN001")),
+    "RUN007": ("the log or an evaluation is not what was measured", _codes("TGT", "DRF", "LOS", "EVL005")),
+    "RUN008": ("checkpoints are not those that the log calls for", _codes("OPT007")),
+    "RUN009": ("the export is not the trained drafter", _codes("EXP")),
+    "RUN010": ("an answer is not decoded as the recipe says", _codes("TGT", "DRF", "EXP", "EVL")),
+    "RUN011": ("the target is not its checkpoint, or training changes it", _codes("TGT010", "OPT008")),
+}
+"""Code -> title, and the codes that would say more exactly what is wrong."""
+
+
+@check("RUN001", "the run does not live through a short life of itself")
+def survives(probe: Probe) -> Problem | None:
+    failure = lived(probe).failure
+    return Problem(f"it raised {failure}", "fix what it names: the run would meet it later") if failure else None
+
+
+def _register(code: str, title: str, needs: tuple[str, ...]) -> None:
+    @check(code, title, ("RUN001", *needs))
+    def compared(probe: Probe) -> Problem | None:
+        found = lived(probe).differences.get(code)
+        return None if found is None else Problem(found.evidence, found.fix)
+
+
+for _code, (_title, _needs) in _EXPLAINED.items():
+    _register(_code, _title, _needs)
