@@ -188,7 +188,7 @@ def _counted(probe: Probe, trace: LossTrace) -> dict[int, list[int]]:
 def _explained(probe: Probe, trace: LossTrace, unit_QD: Tensor, places: list[int]) -> Tensor:
     """[places] bool: whether the gradient there points as `unit_QD` does."""
     cosine = torch.cosine_similarity(trace.gradient_QD[places], unit_QD[places], dim=-1, eps=1e-30)
-    return cosine > (0.9999 if probe.tolerance < 1e-2 else 0.98)
+    return cosine > (0.9999 if probe.loss_tolerance < 1e-2 else 0.98)
 
 
 def _unit_gradient(probe: Probe, trace: LossTrace, labels: Callable[[int], int]) -> Tensor:
@@ -246,7 +246,7 @@ def constant_ratio(probe: Probe, used: LabelsUsed) -> float | None:
     if not ratios:
         return None
     middle = sorted(ratios)[len(ratios) // 2]
-    tolerance = 5e-3 if probe.tolerance < 1e-2 else 0.1
+    tolerance = 5e-3 if probe.loss_tolerance < 1e-2 else 0.1
     return middle if all(abs(r - middle) <= tolerance * middle for r in ratios) else None
 
 

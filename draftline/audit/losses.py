@@ -54,7 +54,7 @@ def hard_cross_entropy(probe: Probe) -> Problem | None:
         -float(weights[q]) * float(logits[q].double().log_softmax(-1)[labels(position)]) for q, position in slots
     )
     difference = abs(used.trace.loss - wanted) / max(abs(wanted), 1e-9)
-    if difference > 3 * probe.tolerance:
+    if difference > 3 * probe.loss_tolerance:
         return Problem(f"loss of the probe row {used.trace.loss:.5f}, sum of weight * cross entropy {wanted:.5f}", fix)
     return None
 
@@ -139,14 +139,14 @@ def split_invariance(probe: Probe) -> Problem | None:
         direct = _direct_gradients(probe)
     split = _gradient_difference(parts, whole)
     fix = "sum the loss over all rows and ranks of a step, and divide once by the global count of supervised slots"
-    if split > 1e-3:
+    if split > probe.loss_tolerance:
         return Problem(f"one row, or the same in three micro-batches: gradients differ by {split:.1e} (relative)", fix)
     ratio = _norm(whole) / max(_norm(direct), 1e-30)
-    if abs(ratio - 1) > 1e-3 or _gradient_difference(whole, direct) > 1e-3:
+    if max(abs(ratio - 1), _gradient_difference(whole, direct)) > probe.loss_tolerance:
         return Problem(f"the step's gradient is {ratio:.4f} times the sum over slots divided by their number", fix)
     used = labels_used(probe)
     factor = constant_ratio(probe, used) if used.truth_fit == 1.0 else 1.0
-    if factor is not None and abs(factor - 1) > 1e-2:
+    if factor is not None and abs(factor - 1) > max(1e-2, probe.loss_tolerance):
         return Problem(
             f"the loss of a row is {factor:.4f} times its sum over slots: it is divided before rows are added", fix
         )
@@ -175,7 +175,7 @@ def chunk_independent(probe: Probe) -> Problem | None:
     other = run_loss(probe, probe.row, one.source_Q, chunk_size=5)
     difference = relative_difference(other.gradient_QD, one.gradient_QD)
     value = abs(other.loss - one.loss) / max(abs(one.loss), 1e-9)
-    if max(difference, value) < probe.tolerance:
+    if max(difference, value) < probe.loss_tolerance:
         return None
     return Problem(
         f"in chunks of 5 slots the loss is {other.loss:.5f}, else {one.loss:.5f}; gradients differ by {difference:.1e}",

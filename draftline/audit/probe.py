@@ -35,6 +35,11 @@ _LONGEST = 512
 """Tokens of the longest conversation that is examined."""
 
 
+def _rounding(dtype: torch.dtype) -> float:
+    """Sixteen times the last bit of a number format; in float32 a little more, because sums are long."""
+    return max(1e-3, 16 * torch.finfo(dtype).eps / 2)
+
+
 def once_per_audit(function: Callable[[Probe], T]) -> Callable[[Probe], T]:
     """Compute something once per audit: several checks read the same evidence."""
     key = f"{function.__module__}.{function.__qualname__}"
@@ -123,8 +128,13 @@ class Probe:
 
     @property
     def tolerance(self) -> float:
-        """Relative difference that rounding explains, for the target's dtype."""
-        return 1e-3 if self.subject.target.dtype in (torch.float32, torch.float64) else 6e-2
+        """Relative difference that rounding explains in what the target computes."""
+        return _rounding(self.subject.target.dtype)
+
+    @property
+    def loss_tolerance(self) -> float:
+        """The same in what the loss computes: through the target's head, and in the drafter's precision."""
+        return max(self.tolerance, _rounding(self.subject.run.drafter.dtype))
 
     # Conversations and what the target makes of them.
 

@@ -1,9 +1,9 @@
 """RUN: does the run as a whole do what the written recipe says?
 
 A short life of the run (`life.py`) beside the reference run (`oracle.py`): the steps are compared while they happen
-(`comparison.py`), and here what the run left behind: log, checkpoints, export, answers, and the target itself. The other
-checks say *what* is wrong with a stage; what none of them explains is reported under these codes, with the place where
-it first shows.
+(`comparison.py`), and here what the run left behind: log, checkpoints, export, answers, and the target itself. The
+other checks say *what* is wrong with a stage; what none of them explains is reported under these codes, with the place
+where it first shows.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _checkpoints(life: Life, judge: Judge) -> None:
     written = sorted({*saved, STOP_AFTER})
     kept = sorted({*written[-train.keep_last :], *([] if best is None else [best])})
     fix = "best: the first of the highest held-out streaks; kept: it and the newest keep_last"
-    found = {which: folder.checkpoint(which) for which in ("best", "last")}  # type: ignore[arg-type]
+    found = {which: folder.checkpoint(which) for which in ("best", "last")}
     for which, wanted in (("best", best), ("last", written[-1])):
         place = found[which]
         step = None if place is None else int(place.resolve().name.partition("-")[2])
@@ -178,9 +178,10 @@ def _export(life: Life, judge: Judge) -> None:
     if wrong:
         found = stored.get(wrong[0])
         off = math.inf if found is None else float((found.double() - weights[wrong[0]].double().cpu()).abs().max())
-        text = f"{len(wrong)} tensors of the export are not the trained ones rounded once to bfloat16: {wrong[0]} off by {off:.1e}"
+        what = f"{len(wrong)} tensors are not the trained ones rounded once to bfloat16"
+        text = f"{what}, first {wrong[0]}, off by {off:.1e}"
         judge.say("RUN009", text, "round each float32 weight once, to nearest; change nothing else")
-    _answers(life, judge, {**weights, **{name: tensor.float() for name, tensor in stored.items() if name in weights}})
+    _answers(life, judge, {name: tensor if name == "d2t" else tensor.bfloat16() for name, tensor in weights.items()})
 
 
 def _best_step(life: Life) -> int:
