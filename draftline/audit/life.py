@@ -28,9 +28,11 @@ from draftline.config import RunConfig, TrainConfig, flatten
 from draftline.data.sampler import IntArray
 from draftline.data.split import Conversations, RunData
 from draftline.draft.attention import BlockLayout
+from draftline.draft.model import DFlashDraftModel
 from draftline.errors import Interrupted
-from draftline.formats.exporting import export_drafter
-from draftline.formats.programs import Reader
+from draftline.formats import write
+from draftline.formats.load import load_drafter
+from draftline.formats.programs import formats_for
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run, Watcher, assemble, train
 from draftline.targets.model import Target
@@ -268,13 +270,16 @@ def live(run: Run, observe: Observer) -> Iterator[Life]:
             _session(first, place / "run", observe, stop_after=STOP_AFTER)
         second = _assembled(run, config, data)
         _session(second, place / "run", observe, resume=True)
-        export_drafter(source=place / "run", out=place / "drafter", target=run.target, reader=_reader(second))
+        _export(load_drafter(place / "run", target=run.target).draft_model, place / "drafter", run.target)
         yield Life(second, place / "run", place / "drafter", reduced, weights)
 
 
-def _reader(run: Run) -> Reader:
-    """z-lab's format has no word for a reduced vocabulary, nor for anchors that predict."""
-    return "speculators" if run.shape.draft_vocab_size is not None or run.shape.sample_from_anchor else "zlab"
+def _export(draft_model: DFlashDraftModel, folder: Path, target: Target) -> None:
+    """As an export writes it, without the proof and the card that come on top."""
+    if formats_for(draft_model.config)[0] == "zlab":
+        write.export_zlab(draft_model, folder, "bfloat16")
+    else:
+        write.export_speculators(draft_model, folder, "bfloat16", verifier=target.name, target_head=target.head)
 
 
 def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
