@@ -71,14 +71,8 @@ def _labels(by: int) -> Callable[[pytest.MonkeyPatch], None]:
 def _scale(patch: pytest.MonkeyPatch) -> None:
     clean = DFlashAttention.forward
 
-    def scaled(self: Any, block: Tensor, *rest: Any) -> Tensor:
-        with torch.no_grad():
-            self.q_norm.weight.mul_(16.0)
-        try:
-            return clean(self, block, *rest)
-        finally:
-            with torch.no_grad():
-                self.q_norm.weight.div_(16.0)
+    def scaled(self: Any, block: Tensor, context: Any, rotate: Rotation, attend: Any) -> Tensor:
+        return clean(self, block, context, lambda states: 4.0 * rotate(states), attend)
 
     patch.setattr(DFlashAttention, "forward", scaled)
 
