@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from draftline.config import DFlashConfig, ExportDtype
@@ -36,6 +35,7 @@ from draftline.formats.programs import (
     as_trained,
     differences,
     format_of,
+    layers_as_read,
     layers_of,
     missing_keys,
     proposed_tokens,
@@ -46,7 +46,7 @@ from draftline.options import Given
 CHECKS: tuple[str, ...] = (
     "reload",
     "shape, layer offset, slot layout, causality and window",
-    "what every program reads of it",
+    "block size and causality in every place where a reader looks",
     "number format",
     "head, embedding and vocabulary",
     "weights",
@@ -164,7 +164,7 @@ def _different_weights(files: DrafterFiles, tensors: dict[str, Tensor]) -> str |
 
 def _different_rotation(files: DrafterFiles, draft_model: DFlashDraftModel) -> str | None:
     """As transformers reads the file, which is what readers call; our own parser is not asked."""
-    table = Qwen3RotaryEmbedding(Qwen3Config.from_dict(layers_of(files.tree)))
+    table = Qwen3RotaryEmbedding(layers_as_read(files.tree))
     ours = draft_model.rotary_emb
     if torch.equal(table.inv_freq, ours.inv_freq.cpu()) and table.attention_scaling == ours.attention_scaling:
         return None

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from huggingface_hub.errors import StrictDataclassError
 from transformers import Qwen3Config
 
 from draftline.config import DFlashConfig, ExportDtype
@@ -161,7 +162,10 @@ def layers_as_read(tree: Mapping[str, Any]) -> Qwen3Config:
     Raises:
         ValueError: a value is of the wrong kind.
     """
-    return Qwen3Config.from_dict(copy.deepcopy(layers_of(tree)))
+    try:
+        return Qwen3Config.from_dict(copy.deepcopy(layers_of(tree)))
+    except (StrictDataclassError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def layer_kinds(layers: Qwen3Config) -> tuple[str, ...]:
@@ -170,18 +174,18 @@ def layer_kinds(layers: Qwen3Config) -> tuple[str, ...]:
 
 
 def readings(tree: Mapping[str, Any]) -> list[Reading]:
-    """A configuration by the rules of every program that reads its format.
-
-    Raises:
-        KeyError, TypeError, ValueError: a value is of the wrong kind.
-    """
+    """A configuration by the rules of every program that reads its format."""
     return [read_as(word, tree) for word in readers_of(format_of(tree))]
 
 
 def read_as(reader: Reader, tree: Mapping[str, Any]) -> Reading:
-    """A configuration by the rules of one program. Raises as `readings`."""
-    read = _read_speculators if format_of(tree) == "speculators" else _read_zlab
-    return read(PROGRAMS[reader], tree)
+    """A configuration by the rules of one program."""
+    program, read = PROGRAMS[reader], _read_speculators if format_of(tree) == "speculators" else _read_zlab
+    try:
+        return read(program, tree)
+    except (KeyError, TypeError, ValueError) as error:
+        words = f"cannot read the config ({type(error).__name__}: {error})"
+        return Reading(program.name, None, remarks=(words,))
 
 
 def as_trained(config: DFlashConfig) -> Reading:
@@ -201,14 +205,10 @@ def differences(found: Reading, trained: Reading) -> dict[str, str]:
 
 def in_words(reader: Reader, tree: Mapping[str, Any]) -> str:
     """One sentence on what a program does with a configuration, and where others that read it do otherwise."""
-    name = PROGRAMS[reader].name
-    try:
-        reading = read_as(reader, tree)
-        others = [read_as(other, tree) for other in readers_of(format_of(tree)) if other != reader]
-    except (KeyError, TypeError, ValueError) as error:
-        return f"{name}: cannot read the config ({type(error).__name__}: {error})"
+    name, reading = PROGRAMS[reader].name, read_as(reader, tree)
     if reading.shape is None:
         return f"{name}: {'; '.join(reading.remarks)}"
+    others = [read_as(other, tree) for other in readers_of(format_of(tree)) if other != reader]
     remarks = list(reading.remarks)
     for other in others:
         if other.shape is not None:

@@ -206,6 +206,24 @@ def test_one_sentence_says_what_a_program_reads_and_who_reads_otherwise() -> Non
     assert in_words("sglang", broken).startswith("SGLang: cannot read the config (ValueError")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": ["full_attention"]},
+        {"layer_types": ["of my own", "full_attention"]},
+        {"hidden_size": "wide"},
+        {"num_hidden_layers": None},
+        {"rope_scaling": {"type": "yarn"}},
+        {"rope_scaling": "yarn"},
+    ],
+)
+def test_layers_that_no_program_can_read_are_said_to_be_so_in_one_line(change: Tree) -> None:
+    for reader in ("zlab", "vllm"):
+        words = in_words(reader, CONTRACTS["zlab"]() | change)
+        assert "cannot read the config (ValueError" in words
+        assert "\n" not in words
+
+
 @pytest.mark.parametrize("form", ["zlab", "speculators"])
 def test_keys_that_readers_guess_are_named(form: str) -> None:
     assert missing_keys(CONTRACTS[form]()) == []
