@@ -1,6 +1,6 @@
 """The records that cross the borders between the stages, in the order in which they are made.
 
-    Sample -> CapturedSample -> PackedBatch -> StepMetrics
+    Sample -> CapturedSample -> PackedBatch        (-> StepMetrics, see draft/loss.py)
 
 Each is frozen and checks its shapes once, when it is built, so that no stage has to check again.
 
@@ -12,7 +12,6 @@ Shape letters, used in names across the package:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -20,10 +19,30 @@ import torch
 from torch import Tensor
 
 
-def _require(condition: bool, record: str, field: str, found: object, wanted: str) -> None:
-    """Raise for a field of a record that does not have the wanted form."""
-    if not condition:
-        raise ValueError(f"{record}.{field} is {found}, expected {wanted}")
+def _expect(record: object, field: str, *sizes: int | str, dtype: torch.dtype | None = None) -> None:
+    """Raise for a tensor of a record that has other sizes than these, where a name stands for any, or another dtype."""
+    found: Tensor = getattr(record, field)
+    fits = found.ndim == len(sizes) and all(
+        isinstance(wanted, str) or size == wanted for size, wanted in zip(found.shape, sizes, strict=True)
+    )
+    if not fits or dtype not in (None, found.dtype):
+        wanted = f"[{', '.join(map(str, sizes))}] {'' if dtype is None else _name(dtype)}".rstrip()
+        raise ValueError(f"{type(record).__name__}.{field} is {_form(found)}, expected {wanted}")
+
+
+def _expect_one(record: object, field: str, other: str) -> None:
+    """Raise unless one of two fields is given, and not both."""
+    if (getattr(record, field) is None) == (getattr(record, other) is None):
+        name = f"{type(record).__name__}.{field}"
+        raise ValueError(f"{name} is given together with or without {other}, expected exactly one of the two")
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {_name(tensor.dtype)}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True)
@@ -41,10 +60,8 @@ class Sample:
     loss_mask: Tensor
 
     def __post_init__(self) -> None:
-        ids, mask = self.input_ids, self.loss_mask
-        _require(ids.ndim == 1 and ids.dtype == torch.int64, "Sample", "input_ids", _form(ids), "[S] int64")
-        _require(mask.dtype == torch.bool, "Sample", "loss_mask", mask.dtype, "bool")
-        _require(mask.shape == ids.shape, "Sample", "loss_mask", tuple(mask.shape), f"{tuple(ids.shape)}")
+        _expect(self, "input_ids", "S", dtype=torch.int64)
+        _expect(self, "loss_mask", *self.input_ids.shape, dtype=torch.bool)
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
@@ -73,21 +90,15 @@ class HiddenStates:
     verifier_last_hidden_packed: Tensor
 
     def __post_init__(self) -> None:
-        states, last = self.hidden_states_packed, self.verifier_last_hidden_packed
-        _require(
-            states.ndim == 3 and states.shape[0] == 1,
-            "HiddenStates",
-            "hidden_states_packed",
-            _form(states),
-            "[1, S, L*D]",
-        )
-        _require(
-            last.ndim == 3 and last.shape[:2] == states.shape[:2] and states.shape[2] % last.shape[2] == 0,
-            "HiddenStates",
-            "verifier_last_hidden_packed",
-            _form(last),
-            f"[1, {states.shape[1]}, D] with D a divisor of {states.shape[2]}",
-        )
+        _expect(self, "hidden_states_packed", 1, "S", "L*D")
+        _, length, width = self.hidden_states_packed.shape
+        _expect(self, "verifier_last_hidden_packed", 1, length, "D")
+        if width % self.verifier_last_hidden_packed.shape[2]:
+            found = _form(self.verifier_last_hidden_packed)
+            raise ValueError(
+                f"HiddenStates.verifier_last_hidden_packed is {found}, expected [1, {length}, D] with D a divisor of "
+                f"{width}"
+            )
 
 
 @dataclass(frozen=True)
@@ -109,37 +120,12 @@ class CapturedSample:
 
     def __post_init__(self) -> None:
         length = len(self.sample)
-        states, ids, last = self.hidden_states_SLD, self.target_ids_S, self.verifier_last_hidden_SD
-        _require(
-            states.ndim == 2 and states.shape[0] == length,
-            "CapturedSample",
-            "hidden_states_SLD",
-            _form(states),
-            f"[{length}, L*D]",
-        )
-        _require(
-            (ids is None) != (last is None),
-            "CapturedSample",
-            "target_ids_S",
-            "given together with or without verifier_last_hidden_SD",
-            "exactly one of the two",
-        )
-        if ids is not None:
-            _require(
-                ids.shape == (length,) and ids.dtype == torch.int64,
-                "CapturedSample",
-                "target_ids_S",
-                _form(ids),
-                f"[{length}] int64",
-            )
-        if last is not None:
-            _require(
-                last.ndim == 2 and last.shape[0] == length,
-                "CapturedSample",
-                "verifier_last_hidden_SD",
-                _form(last),
-                f"[{length}, D]",
-            )
+        _expect(self, "hidden_states_SLD", length, "L*D")
+        _expect_one(self, "target_ids_S", "verifier_last_hidden_SD")
+        if self.target_ids_S is not None:
+            _expect(self, "target_ids_S", length, dtype=torch.int64)
+        if self.verifier_last_hidden_SD is not None:
+            _expect(self, "verifier_last_hidden_SD", length, "D")
 
 
 @dataclass(frozen=True)
@@ -174,36 +160,16 @@ class PackedBatch:
     verifier_last_hidden_packed: Tensor | None = None
 
     def __post_init__(self) -> None:
+        _expect(self, "input_ids", 1, "S")
         row = self.input_ids.shape
-        _require(len(row) == 2 and row[0] == 1, "PackedBatch", "input_ids", _form(self.input_ids), "[1, S]")
         for name in ("loss_mask", "document_ids", "position_ids"):
-            tensor: Tensor = getattr(self, name)
-            _require(tensor.shape == row, "PackedBatch", name, _form(tensor), f"{tuple(row)}")
-        states, ids, last = self.hidden_states_packed, self.target_ids, self.verifier_last_hidden_packed
-        _require(
-            states.ndim == 3 and states.shape[:2] == row,
-            "PackedBatch",
-            "hidden_states_packed",
-            _form(states),
-            f"[1, {row[1]}, L*D]",
-        )
-        _require(
-            (ids is None) != (last is None),
-            "PackedBatch",
-            "target_ids",
-            "given together with or without verifier_last_hidden_packed",
-            "exactly one of the two",
-        )
-        if ids is not None:
-            _require(ids.shape == row, "PackedBatch", "target_ids", _form(ids), f"{tuple(row)}")
-        if last is not None:
-            _require(
-                last.ndim == 3 and last.shape[:2] == row,
-                "PackedBatch",
-                "verifier_last_hidden_packed",
-                _form(last),
-                f"[1, {row[1]}, D]",
-            )
+            _expect(self, name, *row)
+        _expect(self, "hidden_states_packed", *row, "L*D")
+        _expect_one(self, "target_ids", "verifier_last_hidden_packed")
+        if self.target_ids is not None:
+            _expect(self, "target_ids", *row)
+        if self.verifier_last_hidden_packed is not None:
+            _expect(self, "verifier_last_hidden_packed", *row, "D")
 
     def num_bytes(self) -> int:
         """Bytes of all tensors, for the queue's bound."""
@@ -213,134 +179,3 @@ class PackedBatch:
         """The tensors that are present, by field name."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, Tensor)}
-
-
-@dataclass(frozen=True)
-class StepMetrics:
-    """Sums and counts of one or more micro-batches; they are added, and divided only when read.
-
-    Attributes:
-        loss_sum: sum over supervised slots of weight * loss (nats).
-        weight_sum: sum of the weights w_k of supervised slots.
-        slots_P: [P] float64, supervised slots by position in the block (slot 0 is the anchor).
-        correct_target_P: [P] float64, slots whose argmax is the target's own next token.
-        correct_data_P: [P] float64, slots whose argmax is the token in the data.
-        run_correct_P: [P] float64, slots that are right and so are all earlier slots of their block.
-        run_slots_P: [P] float64, supervised slots all of whose earlier slots are right (the conditional denominator).
-        streak_sum: sum over blocks of the leading run of right slots, bonus token not counted.
-        blocks: number of blocks with at least one supervised slot.
-        tokens: row positions seen.
-    """
-
-    loss_sum: float
-    weight_sum: float
-    slots_P: Tensor
-    correct_target_P: Tensor
-    correct_data_P: Tensor
-    run_correct_P: Tensor
-    run_slots_P: Tensor
-    streak_sum: float
-    blocks: int
-    tokens: int
-
-    def __add__(self, other: StepMetrics) -> StepMetrics:
-        return StepMetrics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
-
-    @staticmethod
-    def zero(block_size: int) -> StepMetrics:
-        """The neutral element of addition."""
-        nothing_AP = torch.zeros(0, block_size, dtype=torch.bool)
-        return StepMetrics.of_blocks(
-            correct_target_AP=nothing_AP,
-            correct_data_AP=nothing_AP,
-            supervised_AP=nothing_AP,
-            loss_sum=0.0,
-            weight_sum=0.0,
-            tokens=0,
-        )
-
-    @staticmethod
-    def of_blocks(
-        *,
-        correct_target_AP: Tensor,
-        correct_data_AP: Tensor,
-        supervised_AP: Tensor,
-        loss_sum: float,
-        weight_sum: float,
-        tokens: int,
-    ) -> StepMetrics:
-        """Count the outcome of blocks: three [A, P] bool tables, of which only supervised slots matter."""
-        right_AP = correct_target_AP & supervised_AP
-        first = _first_predicting_slot(supervised_AP)
-        run_AP = torch.zeros_like(right_AP)
-        run_AP[:, first:] = right_AP[:, first:].cumprod(dim=1).bool()
-        reached_AP = supervised_AP.clone()
-        reached_AP[:, first + 1 :] &= run_AP[:, first:-1]
-        return StepMetrics(
-            loss_sum=loss_sum,
-            weight_sum=weight_sum,
-            slots_P=_count(supervised_AP),
-            correct_target_P=_count(right_AP),
-            correct_data_P=_count(correct_data_AP & supervised_AP),
-            run_correct_P=_count(run_AP),
-            run_slots_P=_count(reached_AP),
-            streak_sum=float(run_AP.sum().item()),
-            blocks=int(supervised_AP.any(dim=1).sum().item()),
-            tokens=tokens,
-        )
-
-    @staticmethod
-    def total(parts: Iterable[StepMetrics], block_size: int) -> StepMetrics:
-        """Sum of any number of parts, none included."""
-        return sum(parts, StepMetrics.zero(block_size))
-
-    @property
-    def slots(self) -> int:
-        """Supervised slots."""
-        return int(self.slots_P.sum().item())
-
-    @property
-    def accuracy(self) -> float:
-        """Share of supervised slots whose argmax is the target's own next token; NaN without slots."""
-        return _ratio(self.correct_target_P.sum().item(), self.slots)
-
-    @property
-    def data_accuracy(self) -> float:
-        """Share of supervised slots whose argmax is the token in the data; NaN without slots."""
-        return _ratio(self.correct_data_P.sum().item(), self.slots)
-
-    @property
-    def streak(self) -> float:
-        """Mean leading run of right slots over blocks at random anchors, bonus not counted; NaN without blocks."""
-        return _ratio(self.streak_sum, self.blocks)
-
-    @property
-    def accuracy_by_position(self) -> list[float]:
-        """Unconditional accuracy of each of the P slots, NaN where nothing was supervised (slot 0 by default)."""
-        return _ratios(self.correct_target_P, self.slots_P)
-
-    @property
-    def conditional_accuracy_by_position(self) -> list[float]:
-        """Accuracy of each slot given that all earlier slots of its block are right."""
-        return _ratios(self.run_correct_P, self.run_slots_P)
-
-
-def _first_predicting_slot(supervised_AP: Tensor) -> int:
-    """0 if the anchor predicts too, else 1: supervised slots always begin at the first slot that predicts."""
-    return 0 if supervised_AP[:, 0].any() else 1
-
-
-def _count(table_AP: Tensor) -> Tensor:
-    return table_AP.sum(dim=0).to(torch.float64).cpu()
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else float("nan")
-
-
-def _ratios(numerator_P: Tensor, denominator_P: Tensor) -> list[float]:
-    return [_ratio(n, d) for n, d in zip(numerator_P.tolist(), denominator_P.tolist(), strict=True)]
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"

@@ -24,6 +24,7 @@ from draftline.data.sampler import Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.data.template import tokenizer_hash
 from draftline.data.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
+from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop
 from draftline.engine.inline import InlineEngine
@@ -35,17 +36,17 @@ from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
 from draftline.progress import counting
-from draftline.records import Sample, StepMetrics
+from draftline.records import Sample
 from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
 from draftline.train.checkpoint import CheckpointStore, TrainState, read_checkpoint
-from draftline.train.drafter import HELDOUT_SEED, Drafter
 from draftline.train.estimate import check_disk, estimate_run
 from draftline.train.log import Display, Record, RunLog, metrics_record, open_display
 from draftline.train.loop import DrafterTrainLoop
 from draftline.train.run_folder import RunFolder
+from draftline.train.step import HELDOUT_SEED, Drafter
 from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource, to_device
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 

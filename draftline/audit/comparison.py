@@ -30,7 +30,8 @@ from draftline.audit.reference import ReferenceForward, model_forward, role_ids
 from draftline.config import sent_beside_states
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import Conversations
-from draftline.records import PackedBatch, StepMetrics
+from draftline.draft.loss import StepMetrics
+from draftline.records import PackedBatch
 from draftline.run import Run
 
 _EXACT = 2e-4

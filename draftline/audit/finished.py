@@ -19,8 +19,9 @@ from draftline.audit.probe import Probe
 from draftline.audit.subject import NotApplicable
 from draftline.config import RunConfig
 from draftline.data.sampler import RowPlan
+from draftline.draft.loss import StepMetrics
 from draftline.engine.rows import make_row
-from draftline.records import PackedBatch, StepMetrics
+from draftline.records import PackedBatch
 from draftline.run import Run, assemble
 from draftline.train.checkpoint import TrainState, read_checkpoint
 from draftline.train.log import metrics_record

@@ -36,8 +36,7 @@ from draftline.formats.programs import formats_for
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run, Watcher, assemble, train
 from draftline.targets.model import Target
-from draftline.train.drafter import Drafter
-from draftline.train.step import StepResult
+from draftline.train.step import Drafter, StepResult
 
 STEPS, STOP_AFTER, ROWS_PER_STEP, PASSES = 5, 3, 2, 3
 """With three rows a pass: two steps cross the end of a pass, the stop lies at one."""

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from draftline.audit.probe import Probe, StandIn, once_per_audit
 from draftline.audit.reference import naive_slots, naive_weights
-from draftline.records import PackedBatch, StepMetrics
+from draftline.draft.loss import StepMetrics
+from draftline.records import PackedBatch
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,11 +16,11 @@ from torch import Tensor
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
 from draftline.config import OptimConfig
-from draftline.records import StepMetrics
+from draftline.draft.loss import StepMetrics
 from draftline.train import checkpoint
 from draftline.train.checkpoint import TrainState
-from draftline.train.drafter import Drafter
 from draftline.train.estimate import estimate_run
+from draftline.train.step import Drafter
 
 _STEPS = 4
 

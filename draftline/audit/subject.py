@@ -21,16 +21,16 @@ from draftline.config import LossConfig, RunConfig
 from draftline.data.sampler import RowPlan
 from draftline.data.split import RunData
 from draftline.draft.block import FrozenTarget
+from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows
 from draftline.evaluate import generate
 from draftline.formats import write
-from draftline.records import CapturedSample, PackedBatch, Sample, StepMetrics
+from draftline.records import CapturedSample, PackedBatch, Sample
 from draftline.run import Run
 from draftline.targets.model import Target
-from draftline.train import drafter as drafter_module
-from draftline.train.drafter import Drafter
-from draftline.train.step import StepResult
+from draftline.train import step as step_module
+from draftline.train.step import Drafter, StepResult
 
 _CONVERSATIONS_READ = 200
 """Conversations of each part of the data that the audit looks at, spread over all of it."""
@@ -132,7 +132,7 @@ class AuditSubject:
 
     def draw_anchors(self, row: PackedBatch, budget: int, seed: int) -> Tensor:
         """[A] positions."""
-        return drafter_module.draw_anchors(row, budget, seed)
+        return step_module.draw_anchors(row, budget, seed)
 
     def row_loss(
         self, draft_model: nn.Module, row: PackedBatch, anchor_positions_A: Tensor, loss: LossConfig | None = None
@@ -140,7 +140,7 @@ class AuditSubject:
         """Undivided loss and metrics of a row, in the run's precision."""
         drafter = self.run.drafter
         with drafter.precision():
-            return drafter_module.row_loss(
+            return step_module.row_loss(
                 draft_model,  # type: ignore[arg-type]  # a stand-in has the methods of a drafter
                 drafter.as_computed(row),
                 anchor_positions_A,
@@ -163,7 +163,7 @@ class AuditSubject:
             optimizer, clip_norm: none: the drafter's own.
         """
         with drafter.precision():
-            return drafter_module.train_step(
+            return step_module.train_step(
                 draft_model=drafter.model,
                 batches=[drafter.as_computed(batch) for batch in batches],
                 anchors=anchors,

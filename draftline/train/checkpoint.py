@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftline.config import DFlashConfig, RunConfig
+from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError
-from draftline.records import StepMetrics
 from draftline.storage import new_folder, reason_of, remove_folder, remove_leftovers
 from draftline.train.run_folder import STATE_FILE, RunFolder
 

@@ -30,7 +30,7 @@ from draftline.errors import CheckpointError
 from draftline.storage import reason_of, storage_errors, without_nan, write_bytes
 
 if TYPE_CHECKING:
-    from draftline.records import StepMetrics
+    from draftline.draft.loss import StepMetrics
     from draftline.train.checkpoint import TrainState
     from draftline.train.run_folder import RunFolder
     from draftline.train.step import StepResult

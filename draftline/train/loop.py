@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from draftline.errors import Interrupted, StorageError, UpdateError
 from draftline.records import PackedBatch
 from draftline.train.checkpoint import TrainState
-from draftline.train.drafter import Drafter
 from draftline.train.log import Record, RunLog
+from draftline.train.step import Drafter
 
 
 @dataclass

@@ -20,7 +20,7 @@ from draftline.records import PackedBatch, Sample, Samples
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, build_target
-from draftline.train.drafter import Drafter
+from draftline.train.step import Drafter
 from tests.engine.tiny_target import tiny_samples, tiny_target
 from tests.run.small_run import SETTINGS, small_data
 

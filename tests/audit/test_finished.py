@@ -17,7 +17,6 @@ from draftline.config import load_run_config
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashAttention, DFlashDraftModel, Rotation
 from draftline.run import assemble
-from draftline.train import drafter as drafter_module
 from draftline.train import step as step_module
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import tiny_target
@@ -82,7 +81,7 @@ def _clipping(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rate(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(drafter_module, "set_learning_rate", lambda _optimizer, _rate: None)
+    patch.setattr(step_module, "set_learning_rate", lambda _optimizer, _rate: None)
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -19,7 +19,7 @@ from draftline.data.sampler import RowPlan, Sampler, heldout_rows
 from draftline.data.split import split_heldout
 from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.draft.block import draw_anchors
-from draftline.records import StepMetrics
+from draftline.draft.loss import StepMetrics
 from draftline.train.checkpoint import read_checkpoint
 from draftline.train.log import metrics_record
 from draftline.train.optim import learning_rate, optimizer_tensors

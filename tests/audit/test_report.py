@@ -14,7 +14,7 @@ from draftline.audit.finding import AREAS
 from draftline.audit.report import chosen_checks
 from draftline.audit.subject import AuditSubject
 from draftline.errors import ConfigError
-from draftline.train import drafter as drafter_module
+from draftline.train import step as step_module
 from tests.zoo.fault import shaped
 from tests.zoo.pipeline import Recipe, World, subject
 
@@ -63,7 +63,7 @@ def test_code_that_raises_cannot_be_examined(monkeypatch: pytest.MonkeyPatch) ->
     def broken(*_: object) -> None:
         raise IndexError("of no use")
 
-    monkeypatch.setattr(drafter_module, "draw_anchors", broken)
+    monkeypatch.setattr(step_module, "draw_anchors", broken)
     report = run_audit(subject(NO_DATA), select=["DRF011", "DRF012"])
     first = report.checks[0]
     assert (first.code, first.status, first.reason) == ("DRF011", "crashed", "IndexError: of no use")

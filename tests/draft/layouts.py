@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from draftline.config import DFlashConfig, LossConfig
 from draftline.draft.attention import Attention, DenseAttention
 from draftline.draft.block import FrozenTarget
+from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
-from draftline.records import PackedBatch, StepMetrics
+from draftline.records import PackedBatch
 from draftline.targets.head import TargetHead
 from draftline.train.step import row_loss
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from draftline.config import DataConfig, DFlashConfig, RunConfig, TargetConfig
+from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
-from draftline.records import StepMetrics
 from draftline.targets.model import Target, build_target
 from draftline.train.checkpoint import Checkpoint, TrainState, write_checkpoint
 

@@ -18,9 +18,8 @@ import draftline.storage
 from draftline.errors import Interrupted
 from draftline.records import PackedBatch
 from draftline.train.checkpoint import read_checkpoint
-from draftline.train.drafter import Drafter
 from draftline.train.log import JsonLines
-from draftline.train.step import StepResult
+from draftline.train.step import Drafter, StepResult
 from tests.run.small_run import assert_same_run, read_lines, small_run
 
 PROCESSES = multiprocessing.get_context("forkserver")

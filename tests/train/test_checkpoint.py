@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from draftline.config import OptimConfig, RunConfig
+from draftline.draft.loss import StepMetrics
 from draftline.errors import CheckpointError, StorageError
-from draftline.records import StepMetrics
 from draftline.train import checkpoint as checkpoint_module
 from draftline.train.checkpoint import (
     Checkpoint,

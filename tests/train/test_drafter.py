@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 
 from draftline.config import DataConfig, RunConfig, TargetConfig, TrainConfig
-from draftline.records import StepMetrics
-from draftline.train.drafter import Drafter
+from draftline.draft.loss import StepMetrics
+from draftline.train.step import Drafter
 from tests.draft.layouts import TinyTarget, drafter_config, make_row
 
 TARGET = TinyTarget()

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftline.config import LossConfig
+from draftline.draft.loss import StepMetrics
 from draftline.errors import StorageError
-from draftline.records import StepMetrics
 from draftline.storage import without_nan
 from draftline.train.checkpoint import TrainState
 from draftline.train.log import JsonLines, SpeedMeter, metrics_record, read_columns, whole_lines

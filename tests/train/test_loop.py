@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from draftline.config import RunConfig, TrainConfig
+from draftline.draft.loss import StepMetrics
 from draftline.errors import Interrupted, PipelineError, StorageError, UpdateError
-from draftline.records import PackedBatch, StepMetrics
+from draftline.records import PackedBatch
 from draftline.train.checkpoint import TrainState
 from draftline.train.log import Record
 from draftline.train.loop import DrafterTrainLoop

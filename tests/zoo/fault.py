@@ -20,9 +20,8 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.engine import rows as rows_module
 from draftline.records import CapturedSample, PackedBatch, Sample
 from draftline.targets.loop import TargetForwardLoop
-from draftline.train import drafter as drafter_module
 from draftline.train import step as step_module
-from draftline.train.drafter import Drafter
+from draftline.train.step import Drafter
 from tests.zoo.pipeline import Recipe, World
 
 Plant = Callable[[World], None]
@@ -119,8 +118,7 @@ def handing(world: World, change: Callable[..., tuple[Tensor, Tensor, BlockLayou
 def losing(world: World, change: Callable[..., Any]) -> None:
     """Another loss of a row, for training and evaluation: `change` gets the right one and its arguments."""
     clean = step_module.row_loss
-    for module in (step_module, drafter_module):
-        world.patch.setattr(module, "row_loss", lambda *given: change(clean, *given))
+    world.patch.setattr(step_module, "row_loss", lambda *given: change(clean, *given))
 
 
 def seeing(world: World, change: Callable[[PackedBatch], PackedBatch]) -> None:
@@ -161,13 +159,13 @@ def on_frozen(world: World, change: Callable[[FrozenTarget], FrozenTarget]) -> N
 
 def on_optimizer(world: World, change: Callable[[DFlashDraftModel, Any], Any]) -> None:
     """Change every optimiser that is made from now on; what `change` returns is used, or the same if it is nothing."""
-    clean = drafter_module.build_optimizer
+    clean = step_module.build_optimizer
 
     def build(model: DFlashDraftModel, config: Any) -> Any:
         optimizer = clean(model, config)
         return change(model, optimizer) or optimizer
 
-    world.patch.setattr(drafter_module, "build_optimizer", build)
+    world.patch.setattr(step_module, "build_optimizer", build)
 
 
 def shaped(world: World, **changes: Any) -> None:

@@ -17,7 +17,7 @@ from draftline.draft.attention import BlockLayout, DenseAttention, LayerKind, de
 from draftline.draft.model import DFlashAttention, DFlashDraftModel
 from draftline.records import PackedBatch
 from draftline.targets import drafter_shape
-from draftline.train import drafter as drafter_module
+from draftline.train import step as step_module
 from tests.zoo.fault import fault, handing, on_drafter, on_model, shaped, with_samples
 from tests.zoo.pipeline import MASK, Recipe, World, llama
 
@@ -41,7 +41,7 @@ def masked(world: World, change: Mask) -> None:
             super().__init__(layout, kind, context_length)
             self.visible_QK = change(layout, kind, context_length, self.visible_QK)
 
-    world.patch.setattr(drafter_module, "attention_class", lambda _name, _device: Changed)
+    world.patch.setattr(step_module, "attention_class", lambda _name, _device: Changed)
 
 
 def _shifted(by: int) -> Mask:
@@ -406,8 +406,8 @@ Draw = Callable[[PackedBatch, int, int], Tensor]
 
 def _drawing(world: World, change: Callable[[Draw, PackedBatch, int, int], Tensor]) -> None:
     """Anchors of every row, by `change` of the right draw."""
-    clean = drafter_module.draw_anchors
-    world.patch.setattr(drafter_module, "draw_anchors", lambda row, budget, seed: change(clean, row, budget, seed))
+    clean = step_module.draw_anchors
+    world.patch.setattr(step_module, "draw_anchors", lambda row, budget, seed: change(clean, row, budget, seed))
 
 
 @fault("anchors only where a whole block fits", "B105", "DRF011")

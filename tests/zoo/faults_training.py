@@ -13,10 +13,9 @@ from torch.nn import functional as F
 
 from draftline.draft import block as block_module
 from draftline.draft import loss as loss_module
+from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
-from draftline.records import StepMetrics
 from draftline.train import checkpoint as checkpoint_module
-from draftline.train import drafter as drafter_module
 from draftline.train import step as step_module
 from draftline.train.checkpoint import TrainState
 from tests.zoo.fault import fault, losing, on_model, on_optimizer
@@ -331,9 +330,9 @@ def _(world: World) -> None:
 
 def _rate(world: World, change: Callable[[Callable[..., float], int, int, Any], float]) -> None:
     """Another schedule: from the right one, the number of the update and of all updates."""
-    clean = drafter_module.learning_rate
+    clean = step_module.learning_rate
     world.patch.setattr(
-        drafter_module, "learning_rate", lambda update, total, config: change(clean, update, total, config)
+        step_module, "learning_rate", lambda update, total, config: change(clean, update, total, config)
     )
 
 
@@ -354,7 +353,7 @@ def _(world: World) -> None:
 
 @fault("the rate of the schedule never reaches the optimiser", "B97", "OPT004")
 def _(world: World) -> None:
-    world.patch.setattr(drafter_module, "set_learning_rate", lambda _optimizer, _rate: None)
+    world.patch.setattr(step_module, "set_learning_rate", lambda _optimizer, _rate: None)
 
 
 @fault("the library's default weight decay", "B48", "OPT005")
@@ -364,8 +363,8 @@ def _(world: World) -> None:
 
 @fault("gradients are not clipped", "B48", "OPT006")
 def _(world: World) -> None:
-    clean = drafter_module.train_step
-    world.patch.setattr(drafter_module, "train_step", lambda **given: clean(**{**given, "clip_norm": 1e12}))
+    clean = step_module.train_step
+    world.patch.setattr(step_module, "train_step", lambda **given: clean(**{**given, "clip_norm": 1e12}))
 
 
 @fault("each tensor clipped by itself", "B48", "OPT006")
@@ -381,7 +380,7 @@ def _(world: World) -> None:
 
 @fault("the optimiser's state is not restored", "B77", "OPT007")
 def _(world: World) -> None:
-    world.patch.setattr(drafter_module, "restore_optimizer", lambda *_: None)
+    world.patch.setattr(step_module, "restore_optimizer", lambda *_: None)
 
 
 @fault("checkpoints in bfloat16", "B81", "OPT007")
@@ -397,14 +396,14 @@ def _(world: World) -> None:
 
 @fault("the optimiser's count of updates starts anew", "B78", "OPT007")
 def _(world: World) -> None:
-    clean = drafter_module.restore_optimizer
+    clean = step_module.restore_optimizer
 
     def restore(optimizer: Any, *rest: Any) -> None:
         clean(optimizer, *rest)
         for state in optimizer.state.values():
             state["step"] = torch.zeros_like(state["step"])
 
-    world.patch.setattr(drafter_module, "restore_optimizer", restore)
+    world.patch.setattr(step_module, "restore_optimizer", restore)
 
 
 @fault("a resumed run begins with the first row again", "B77", "OPT007")
@@ -415,14 +414,14 @@ def _(world: World) -> None:
 
 @fault("a step also moves the target's head", "B87", "OPT008")
 def _(world: World) -> None:
-    clean, weight = drafter_module.train_step, world.target.model.get_output_embeddings().weight
+    clean, weight = step_module.train_step, world.target.model.get_output_embeddings().weight
 
     def train_step(**given: Any) -> Any:
         result = clean(**given)
         weight.data.add_(1e-4)
         return result
 
-    world.patch.setattr(drafter_module, "train_step", train_step)
+    world.patch.setattr(step_module, "train_step", train_step)
 
 
 # Faults that show only in some slots, at some borders, or after the first update.

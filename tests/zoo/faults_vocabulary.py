@@ -15,7 +15,7 @@ from draftline.draft import model as model_module
 from draftline.draft.block import FrozenTarget
 from draftline.evaluate import generate as generate_module
 from draftline.targets.head import ReducedHead
-from draftline.train.drafter import Drafter
+from draftline.train.step import Drafter
 from tests.zoo.fault import fault, on_drafter, on_frozen
 from tests.zoo.faults_serving import stored, written
 from tests.zoo.pipeline import REDUCED, VOCABULARY, Recipe, World
