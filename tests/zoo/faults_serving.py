@@ -31,8 +31,8 @@ def _exporting(world: World, change: Callable[[Path], None]) -> None:
     """Change every folder that an export leaves, behind its own checks."""
     clean = write_module.write_folder
 
-    def write(folder: Path, *rest: Any) -> None:
-        clean(folder, *rest)
+    def write(folder: Path, *rest: Any, **named: Any) -> None:
+        clean(folder, *rest, **named)
         change(folder)
 
     world.patch.setattr(write_module, "write_folder", write)
