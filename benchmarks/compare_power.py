@@ -36,7 +36,7 @@ from draftline.config import RunConfig, load_run_config
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import RunData, choose_conversations
 from draftline.draft.model import DFlashDraftModel
-from draftline.engine.cores import intra_op_threads
+from draftline.engine.process import intra_op_threads
 from draftline.recipes import quickstart
 from draftline.run import assemble, train, with_saved_threads
 from draftline.targets.model import Target, load_target

@@ -41,8 +41,7 @@ from draftline.compare.curves import Estimate
 from draftline.config import RunConfig, load_run_config
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import Conversations, RunData, choose_conversations
-from draftline.engine.cores import intra_op_threads
-from draftline.engine.rows import CaptureLoop
+from draftline.engine.process import intra_op_threads
 from draftline.evaluate.acceptance import Acceptance, acceptance_interval, teacher_forced_walk
 from draftline.evaluate.generate import generate
 from draftline.recipes import find_recipe
@@ -54,6 +53,7 @@ from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, load_target, stop_token_ids
 from draftline.train.checkpoint import load_draft_model
 from draftline.train.run_folder import RunFolder
+from draftline.transfer.pack import CaptureLoop
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 
 WRONG_GAMMA = 7.0
@@ -87,7 +87,7 @@ ARMS = {
 class EarlyTargets:
     """The last captured layer's predictions in the place of the target's, each sample's computed once.
 
-    Arguments:
+    Args:
         target: its norm and head make predictions of states.
     """
 
@@ -180,7 +180,7 @@ class AuditedRun(Run):
 class Bench:
     """What all arms share: target, data, and the target's states of all data.
 
-    Arguments:
+    Args:
         states: folder for the states; filled if need be.
     """
 

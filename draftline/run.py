@@ -26,11 +26,9 @@ from draftline.data.template import tokenizer_hash
 from draftline.data.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
-from draftline.engine.cores import available_cores, intra_op_threads, threads_per_loop
 from draftline.engine.inline import InlineEngine
+from draftline.engine.process import available_cores, intra_op_threads, stop_on_signals, threads_per_loop
 from draftline.engine.replicas import frozen_target, loop_targets
-from draftline.engine.rows import CaptureLoop, make_rows
-from draftline.engine.signals import stop_on_signals
 from draftline.engine.threads import ThreadsEngine
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
@@ -47,6 +45,7 @@ from draftline.train.log import Display, Record, RunLog, metrics_record, open_di
 from draftline.train.loop import DrafterTrainLoop
 from draftline.train.run_folder import RunFolder
 from draftline.train.step import HELDOUT_SEED, Drafter
+from draftline.transfer.pack import CaptureLoop, make_rows
 from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource, to_device
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 

@@ -89,7 +89,7 @@ class Evaluated:
 class Judge:
     """Watches a life and collects differences.
 
-    Arguments:
+    Args:
         run: the run that the life is one of.
 
     Attributes:

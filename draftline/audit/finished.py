@@ -20,12 +20,12 @@ from draftline.audit.subject import NotApplicable
 from draftline.config import RunConfig
 from draftline.data.sampler import RowPlan
 from draftline.draft.loss import StepMetrics
-from draftline.engine.rows import make_row
 from draftline.records import PackedBatch
 from draftline.run import Run, assemble
 from draftline.train.checkpoint import TrainState, read_checkpoint
 from draftline.train.log import metrics_record
 from draftline.train.run_folder import RunFolder
+from draftline.transfer.pack import make_row
 from draftline.transfer.stage import to_device
 
 _MEASURED = {"accuracy": 0.02, "streak": 0.02, "loss": 2e-3, "teacher_forced_acceptance_length": 0.02}

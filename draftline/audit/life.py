@@ -55,7 +55,7 @@ _OPERATIONS_PER_PASS = 2e11
 class MemoryConversations:
     """Conversations in memory, with what a prepared folder would say of them.
 
-    Arguments:
+    Args:
         samples: in the order of their numbers, from 0.
         fingerprint: identifies them.
     """

@@ -23,7 +23,6 @@ from draftline.data.split import RunData
 from draftline.draft.block import FrozenTarget
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
-from draftline.engine import rows
 from draftline.evaluate import generate
 from draftline.formats import write
 from draftline.records import CapturedSample, PackedBatch, Sample
@@ -31,6 +30,7 @@ from draftline.run import Run
 from draftline.targets.model import Target
 from draftline.train import step as step_module
 from draftline.train.step import Drafter, StepResult
+from draftline.transfer import pack as rows
 
 _CONVERSATIONS_READ = 200
 """Conversations of each part of the data that the audit looks at, spread over all of it."""

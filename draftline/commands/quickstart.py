@@ -52,7 +52,7 @@ def run_quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     Raises:
         StorageError: `out` holds something else.
     """
-    from draftline.engine.cores import intra_op_threads
+    from draftline.engine.process import intra_op_threads
 
     if out.is_dir():
         remove_leftovers(out)

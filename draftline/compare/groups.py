@@ -223,7 +223,7 @@ class Comparison:
 def compare_groups(groups: Mapping[str, Sequence[Path]], settings: CompareSettings | None = None) -> Comparison:
     """Compare groups of runs (several seeds each, or one) with the first of them.
 
-    Arguments:
+    Args:
         groups: run folders, CSV or JSONL files or TensorBoard folders by name of the group.
         settings: names in `metric` after the first are what other logs call it, and none means held-out accuracy,
             else what all runs have; `lower_is_better` None: if the name says loss or error.

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from types import TracebackType
 
 from draftline.data.sampler import RowPlan
-from draftline.engine.rows import CaptureLoop, make_row
 from draftline.records import PackedBatch, Samples
+from draftline.transfer.pack import CaptureLoop, make_row
 from draftline.transfer.stage import PipelineStatistics
 
 
 class InlineEngine:
     """Makes each row when the drafter asks for it.
 
-    Arguments:
+    Args:
         loop: the target loop.
         samples: training data.
         plans: rows to make, in order.

@@ -27,7 +27,7 @@ def share_weights(target: Target) -> Target:
 def loop_targets(target: Target, config: TargetConfig, devices: Sequence[str]) -> list[Target]:
     """One target per device named, no two of which (nor `target` itself) share a module.
 
-    Arguments:
+    Args:
         target: already loaded; serves the loops on its own device.
         config: how to load it on other devices, once for each.
 
@@ -47,7 +47,7 @@ def frozen_target(target: Target, device: torch.device, kept_ids: Tensor | None 
 
     Embeddings come as float32, the precision of the drafter's residual stream.
 
-    Arguments:
+    Args:
         kept_ids: tokens of a reduced vocabulary.
     """
     if device != target.device:

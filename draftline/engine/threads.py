@@ -20,9 +20,9 @@ from types import TracebackType
 import torch
 
 from draftline.data.sampler import RowPlan
-from draftline.engine.cores import set_intra_op_threads
-from draftline.engine.rows import CaptureLoop, make_row
+from draftline.engine.process import set_intra_op_threads
 from draftline.records import PackedBatch, Samples
+from draftline.transfer.pack import CaptureLoop, make_row
 from draftline.transfer.queue import HiddenStatesQueue
 from draftline.transfer.stage import PipelineStatistics, leave_device
 
@@ -30,14 +30,14 @@ from draftline.transfer.stage import PipelineStatistics, leave_device
 class ThreadsEngine:
     """Runs one thread per target loop while the block it is the context manager of runs.
 
-    Arguments:
+    Args:
         loops: target loops, none of which shares a module with another or with the drafter's side.
         samples: training data; read from all threads.
         plans: rows to make, in order of their sequence numbers.
         first_row: sequence number of the first of them.
         queue_bytes: most bytes of rows that wait.
         destination: the drafter's device.
-        intra_op_threads: of each loop, see `cores`.
+        intra_op_threads: of each loop, see `process`.
     """
 
     def __init__(

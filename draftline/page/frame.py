@@ -27,7 +27,7 @@ def render(
 ) -> str:
     """The page as text.
 
-    Arguments:
+    Args:
         template: name of a file in `templates/` that extends `base.html`.
         title: heading, and name of the browser's tab.
         sections: id and heading of each, for the links at the top.

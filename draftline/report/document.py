@@ -55,7 +55,7 @@ def report_page(
 ) -> str:
     """The page of the run in a folder.
 
-    Arguments:
+    Args:
         evaluations: files that `draftline evaluate --json` wrote for the run's drafter.
         audit: file that `draftline audit --json` wrote; without it the one that the run was started with.
         follow: see `page.frame.render`.

@@ -22,7 +22,7 @@ STATE_ADDRESS = "/state"
 def serve_page(folder: Path, evaluations: Sequence[Path], audit: Path | None, port: int) -> None:
     """Serve until Ctrl-C; the address is printed on stdout.
 
-    Arguments:
+    Args:
         port: 0 takes one that is free.
 
     Raises:
@@ -47,7 +47,7 @@ def serve_page(folder: Path, evaluations: Sequence[Path], audit: Path | None, po
 class WatchedPage:
     """The page, made anew only when something has changed. Safe to be used by several threads.
 
-    Arguments: see `document.report_page`.
+    Args: see `document.report_page`.
     """
 
     def __init__(self, folder: Path, evaluations: Sequence[Path], audit: Path | None) -> None:

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from draftline.errors import TargetError
 from draftline.records import CapturedSample, HiddenStates
+from draftline.targets.head import find_parts
 from draftline.targets.layers import check_target_layer_ids
-from draftline.targets.structure import find_parts
 
 
 class HookCapture:

@@ -2,12 +2,18 @@
 
 What the user leaves open follows the target, so that the drafter's layers look to a serving engine like those of a
 dense Qwen3 of the target's width. Nothing is left to a default of the reader: every number is written out.
+
+A slot that is still to be predicted is a row of the target's embedding table, its mask token. The row is the target's
+own and frozen, so it must exist (the table is never resized), must mean nothing else to the drafter (never pad, eos or
+bos, never an id of the data), and must not be close to zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
 
+import torch
 from pydantic import ValidationError
 from torch import Tensor
 from transformers import PretrainedConfig
@@ -15,9 +21,13 @@ from transformers import PretrainedConfig
 from draftline.config import DFlashConfig, DrafterConfig, LayerType
 from draftline.errors import ConfigError, TargetError
 from draftline.targets.layers import check_target_layer_ids, default_target_layer_ids
-from draftline.targets.mask_token import resolve_mask_token, used_ids
 from draftline.targets.model import Target
 from draftline.targets.rope import rope_of_target
+
+SMALLEST_NORM = 0.01
+"""A row below this share of the table's median norm carries no signal: many tables have such rows."""
+
+_RESERVED = re.compile(r"reserved|unused|mask|extra|placeholder|dummy", re.IGNORECASE)
 
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _EPS_FIELDS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
@@ -58,7 +68,7 @@ def resolve_drafter_config(
             layer_types=layer_types,
             sliding_window=drafter.sliding_window,
             block_size=drafter.block_size,
-            mask_token_id=resolve_mask_token(target, drafter.mask_token_id, used_ids(used_token_ids)),
+            mask_token_id=resolve_mask_token(target, drafter.mask_token_id, _used_ids(used_token_ids)),
             target_layer_ids=check_target_layer_ids(ids, target.num_layers),
             num_target_layers=target.num_layers,
             draft_vocab_size=_draft_vocab_size(target, drafter),
@@ -139,3 +149,84 @@ def _first_id(config: PretrainedConfig, name: str) -> int | None:
     """Configurations may list several end tokens, the first being the usual one."""
     value = getattr(config, name) if hasattr(config, name) else None
     return (value[0] if value else None) if isinstance(value, list) else value
+
+
+def resolve_mask_token(target: Target, wanted: int | None, used_token_ids: Collection[int]) -> int:
+    """The row asked for, if it can serve; else a padding row of the table, else an unused special token.
+
+    Args:
+        wanted: what the user set, or None.
+        used_token_ids: ids that occur in the data.
+
+    Raises:
+        ConfigError: the row asked for cannot serve, or none is free.
+    """
+    norms = target.embedding.get_parameter("weight").detach().float().norm(dim=1)
+    if wanted is None:
+        for candidate in _free_rows(target):
+            if _mask_fault(target, candidate, used_token_ids, norms) is None:
+                return candidate
+        raise ConfigError(
+            f"target {target.name} has no free embedding row for the mask token: "
+            "set drafter.mask_token_id to an id that the data does not use"
+        )
+    fault = _mask_fault(target, wanted, used_token_ids, norms)
+    if fault is None:
+        return wanted
+    free = (c for c in _free_rows(target) if _mask_fault(target, c, used_token_ids, norms) is None)
+    proposal = next(free, None)
+    fix = "choose another" if proposal is None else f"{proposal} would do"
+    raise ConfigError(f"drafter.mask_token_id {wanted} {fault}: {fix}")
+
+
+def _free_rows(target: Target) -> Iterator[int]:
+    """Padding rows first, then special tokens: the tokenizer's mask token, reserved ones, others from the last."""
+    if target.tokenizer is None:
+        return
+    yield from range(max(target.tokenizer.get_vocab().values()) + 1, target.vocab_size)
+    if target.tokenizer.mask_token_id is not None:
+        yield target.tokenizer.mask_token_id
+    written = target.tokenizer.chat_template or ""
+    added = [(i, t) for i, t in target.tokenizer.added_tokens_decoder.items() if t.content not in written]
+    yield from (i for i, token in sorted(added) if _RESERVED.search(token.content))
+    named = set(target.tokenizer.all_special_ids)
+    yield from (i for i, token in sorted(added, reverse=True) if token.special and i not in named)
+
+
+def _mask_fault(target: Target, token: int, used_token_ids: Collection[int], norms: Tensor) -> str | None:
+    """Why a row cannot be the mask, or None."""
+    if not 0 <= token < target.vocab_size:
+        return (
+            f"is not a row of the embedding table of {target.name}, which has {target.vocab_size} and is never resized"
+        )
+    for role, ids in _role_ids(target).items():
+        if token in ids:
+            return f"is the {role} token of {target.name}, which also occurs as a real token"
+    if token in used_token_ids:
+        return "occurs in the data"
+    if bool(norms[token] < SMALLEST_NORM * norms.median()):
+        return (
+            f"has an embedding row of nearly zero (norm {norms[token].item():.2g}, median {norms.median().item():.2g})"
+        )
+    return None
+
+
+def _role_ids(target: Target) -> dict[str, set[int]]:
+    """Ids with a meaning of their own, from every place that may define them."""
+    sources = [source for source in (target.config, target.model.generation_config, target.tokenizer) if source]
+    roles: dict[str, set[int]] = {}
+    for role in ("pad", "eos", "bos"):
+        values = [getattr(source, f"{role}_token_id") for source in sources if hasattr(source, f"{role}_token_id")]
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        roles[role] = {int(i) for ids in lists for i in ids if i is not None}
+    return roles
+
+
+def _used_ids(used_token_ids: Collection[int] | Tensor | None) -> frozenset[int]:
+    """A set of ids from a collection, or from a bool tensor [V] that is true at used ids."""
+    if used_token_ids is None:
+        return frozenset()
+    if isinstance(used_token_ids, Tensor):
+        assert used_token_ids.dtype == torch.bool, used_token_ids.dtype
+        return frozenset(used_token_ids.nonzero().flatten().tolist())
+    return frozenset(used_token_ids)

@@ -1,14 +1,35 @@
-"""Several captured conversations become one row, end to end, without padding."""
+"""From a plan to a packed row: conversations are captured and laid end to end, without padding."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from draftline.data.sampler import RowPlan
-from draftline.records import CapturedSample, PackedBatch
+from draftline.records import CapturedSample, PackedBatch, Sample, Samples
+
+
+class CaptureLoop(Protocol):
+    """The target's half of the pipeline, as `TargetForwardLoop` provides it."""
+
+    def capture(self, samples: Sequence[Sample]) -> list[CapturedSample]:
+        """States of each sample, in the order given."""
+
+
+def make_row(plan: RowPlan, samples: Samples, loop: CaptureLoop) -> PackedBatch:
+    """Read, capture and pack one row.
+
+    A row never shares a target forward with another row, so it is the same whichever loop makes it.
+    """
+    return pack(plan, loop.capture([samples[sample_id] for sample_id in plan.sample_ids]))
+
+
+def make_rows(plans: Iterable[RowPlan], samples: Samples, loop: CaptureLoop) -> Iterator[PackedBatch]:
+    """Rows one after another, each made when it is asked for."""
+    return (make_row(plan, samples, loop) for plan in plans)
 
 
 def pack(plan: RowPlan, captured: Sequence[CapturedSample]) -> PackedBatch:

@@ -15,12 +15,12 @@ from draftline.data.sampler import RowPlan, Sampler
 from draftline.data.split import RunData
 from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.draft.block import FrozenTarget
-from draftline.engine.rows import make_row
 from draftline.records import PackedBatch, Sample, Samples
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, build_target
 from draftline.train.step import Drafter
+from draftline.transfer.pack import make_row
 from tests.engine.tiny_target import tiny_samples, tiny_target
 from tests.run.small_run import SETTINGS, small_data
 

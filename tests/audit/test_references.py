@@ -36,8 +36,8 @@ from draftline.formats.files import read_config
 from draftline.formats.programs import read_as
 from draftline.formats.write import export_zlab
 from draftline.records import Sample
+from draftline.targets.head import find_parts
 from draftline.targets.model import build_target
-from draftline.targets.structure import find_parts
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target
 from tests.targets.families import FAMILIES, random_ids, tiny
 

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from draftline.data.sampler import RowPlan, Sampler
-from draftline.engine.cores import intra_op_threads
 from draftline.engine.inline import InlineEngine
+from draftline.engine.process import intra_op_threads
 from draftline.engine.replicas import share_weights
-from draftline.engine.rows import CaptureLoop
 from draftline.engine.threads import ThreadsEngine
 from draftline.errors import PipelineError
 from draftline.records import PackedBatch
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target
+from draftline.transfer.pack import CaptureLoop
 from draftline.transfer.stage import DeviceStage, RowSource
 from tests.engine.tiny_target import TARGET_LAYER_IDS, FailingLoop, SlowLoop, tiny_samples, tiny_target
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from draftline.errors import ConfigError, TargetError
 from draftline.records import CapturedSample, HiddenStates, Sample
 from draftline.targets.capture import HookCapture, check_features
+from draftline.targets.head import find_parts
 from draftline.targets.model import build_target
-from draftline.targets.structure import find_parts
 from tests.targets.families import FAMILIES, LAYERS, random_ids, tiny
 
 IDS = (0, 1, 2)

@@ -11,18 +11,18 @@ from safetensors.torch import load_file, save_file
 
 from draftline.config import TargetConfig
 from draftline.errors import StorageError, TargetError, TemplateError
+from draftline.targets.head import find_parts
 from draftline.targets.model import (
     Target,
     build_target,
     context_limit,
     load_context_limit,
+    load_smollm2,
     load_target,
     save_target,
     stop_token_ids,
     weights_fingerprint,
 )
-from draftline.targets.smollm2 import load_smollm2
-from draftline.targets.structure import find_parts
 from tests.targets.families import CHAT_TEMPLATE, FAMILIES, random_ids, tiny, word_tokenizer
 
 

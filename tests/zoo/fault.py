@@ -17,11 +17,11 @@ from draftline import run as run_module
 from draftline.draft.attention import BlockLayout
 from draftline.draft.block import FrozenTarget
 from draftline.draft.model import DFlashDraftModel
-from draftline.engine import rows as rows_module
 from draftline.records import CapturedSample, PackedBatch, Sample
 from draftline.targets.loop import TargetForwardLoop
 from draftline.train import step as step_module
 from draftline.train.step import Drafter
+from draftline.transfer import pack as pack_module
 from tests.zoo.pipeline import Recipe, World
 
 Plant = Callable[[World], None]
@@ -91,8 +91,8 @@ def with_ids(item: CapturedSample, change: Callable[[Tensor], Tensor]) -> Captur
 
 def packing(world: World, change: Callable[[PackedBatch], PackedBatch]) -> None:
     """Change every packed row."""
-    clean = rows_module.pack
-    world.patch.setattr(rows_module, "pack", lambda plan, captured: change(clean(plan, captured)))
+    clean = pack_module.pack
+    world.patch.setattr(pack_module, "pack", lambda plan, captured: change(clean(plan, captured)))
 
 
 # What the loss gets.

@@ -1,13 +1,21 @@
-"""How many threads a loop gets, and for whom a setting holds."""
+"""How many threads a loop gets, and for whom a setting holds; the first signal asks, the second ends."""
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 
 import pytest
 import torch
 
-from draftline.engine.cores import available_cores, intra_op_threads, set_intra_op_threads, threads_per_loop
+from draftline.engine.process import (
+    available_cores,
+    intra_op_threads,
+    set_intra_op_threads,
+    stop_on_signals,
+    threads_per_loop,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +29,7 @@ def test_half_the_cores_for_every_loop_unless_fewer_are_wished_for(
 
 
 def test_a_setting_holds_for_its_own_thread_and_for_its_block() -> None:
-    """What `cores` says about torch: each Python thread has its own number."""
+    """What `process` says about torch: each Python thread has its own number."""
     seen: dict[str, int] = {}
     ready, go_on = threading.Event(), threading.Event()
 
@@ -43,3 +51,16 @@ def test_a_setting_holds_for_its_own_thread_and_for_its_block() -> None:
     assert seen == {"main": 2, "loop": 3}
     assert torch.get_num_threads() == before
     assert available_cores() >= 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_first_signal_asks_and_second_ends_at_once(number: int, capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(number)
+    with stop_on_signals() as stop_requested:
+        assert not stop_requested()
+        os.kill(os.getpid(), number)
+        assert stop_requested()
+        assert "stopping after this step" in capsys.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is before

@@ -1,4 +1,4 @@
-"""How many intra-op threads each loop of the pipeline uses.
+"""What a run sets in its process: how many intra-op threads each of its loops uses, and what signals do.
 
 `torch.set_num_threads` sets the number for the Python thread that calls it, and the number with which threads that
 have not used torch yet begin: at its first use of torch a thread takes the number that was set last, by whichever
@@ -12,10 +12,16 @@ between numbers of threads, so runs are comparable bit for bit where this number
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def available_cores() -> int:
@@ -48,3 +54,29 @@ def intra_op_threads(count: int) -> Iterator[None]:
         yield
     finally:
         set_intra_op_threads(before)
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether a stop was asked for during the block, by Ctrl-C or SIGTERM.
+
+    The first asks the run to stop after its step; a second one ends it at once.
+    Only the main thread of a process can take signals; elsewhere the answer stays no.
+    """
+    asked = threading.Event()
+
+    def handle(_number: int, _frame: FrameType | None) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked.is_set
+        return
+    before = {number: signal.signal(number, handle) for number in _SIGNALS}
+    try:
+        yield asked.is_set
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
