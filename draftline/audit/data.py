@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,6 +14,7 @@ from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids
 from draftline.audit.subject import NotApplicable, PreparedData
 from draftline.data.conversations import hash_json
+from draftline.data.render import decode
 from draftline.data.template import tokenizer_hash
 from draftline.data.vocabulary import count_supervised, coverage_of
 from draftline.records import Sample
@@ -60,15 +63,27 @@ def supervised_share(probe: Probe) -> Problem | None:
     if empty:
         return Problem(f"{empty} of {len(samples)} conversations have no supervised token", fix)
     if supervised < 0.02 * tokens:
-        return Problem(f"{supervised} of {tokens} tokens are supervised ({supervised / tokens:.2%})", fix)
+        share = f"{supervised} of {tokens} tokens are supervised ({supervised / tokens:.2%})"
+        return Problem(share, f"{fix}; if the prompts are that long, nothing is wrong", "warning")
     return None
 
 
 @check("DAT003", "supervised spans do not begin where the template begins an answer")
 def span_starts(probe: Probe) -> Problem | None:
+    data, fix = _data(probe), "prepare the data again; look at it with `draftline inspect`"
+    if _all_is_learned(data):
+        parts = [sample.sample_id for sample in data.samples if not sample.loss_mask.all()]
+        text = f"prepared with --supervise all, but of {len(parts)} conversations only a part is, first {parts[:3]}"
+        return Problem(text, fix) if parts else None
+    samples = _with_the_templates_mask(data)
     headers = _answer_headers(probe)
-    starts = [(sample, start) for sample in _data(probe).samples for start in _span_starts(sample)]
-    wrong = [(s, t) for s, t in starts if not any(_follows(s, t, header) for header in headers)]
+    starts = [(sample, start) for sample in samples for start in _span_starts(sample)]
+    wrong = [
+        (sample, start)
+        for sample, start in starts
+        if not any(_follows(probe, sample, start, header) for header in headers)
+        and not (_is_cut_on_the_left(data, sample) and any(_ends(sample, start, header) for header in headers))
+    ]
     if len(wrong) <= 0.05 * len(starts):
         return None
     sample, start = wrong[0]
@@ -84,6 +99,7 @@ def span_starts(probe: Probe) -> Problem | None:
 
 @check("DAT004", "the end of the answer is not supervised")
 def answer_ends(probe: Probe) -> Problem | None:
+    _refuse_whole_texts(probe)
     end_ids = _turn_end_ids(probe)
     ends = [
         int(sample.input_ids[t])
@@ -103,6 +119,7 @@ def answer_ends(probe: Probe) -> Problem | None:
 
 @check("DAT005", "the target would not have written these answers")
 def own_answers(probe: Probe) -> Problem | None:
+    _refuse_whole_texts(probe)
     read = [
         Sample(sample.sample_id, sample.input_ids[:_TOKENS_READ], sample.loss_mask[:_TOKENS_READ])
         for sample in _data(probe).samples[:_ROWS_READ]
@@ -243,19 +260,74 @@ def _span_starts(sample: Sample) -> list[int]:
     return [t for t in range(len(mask)) if mask[t] and (t == 0 or not mask[t - 1])]
 
 
-def _follows(sample: Sample, place: int, header: list[int]) -> bool:
-    return place >= len(header) and sample.input_ids[place - len(header) : place].tolist() == header
+def _all_is_learned(data: PreparedData) -> bool:
+    """Whether the data was prepared to be learned as a whole, and not its answers alone."""
+    return data.meta.get("supervise") == "all"
 
 
-def _rendered(probe: Probe, answer: str | None, question: str = "Name a colour.") -> list[int]:
-    """Ids of a plain chat with a given answer, or up to where the answer begins."""
+def _refuse_whole_texts(probe: Probe) -> None:
+    """Raise `NotApplicable` where nothing tells answers from the text around them."""
+    if _all_is_learned(_data(probe)):
+        raise NotApplicable("the data was prepared with --supervise all, and does not tell answers from the rest")
+
+
+def _with_the_templates_mask(data: PreparedData) -> list[Sample]:
+    """Conversations whose masks follow from the template: not rows of token ids, which bring their own.
+
+    Raises:
+        NotApplicable: there are none, or the data is from before folders said which.
+    """
+    chats = sum(data.report.get("thinking", {}).values())
+    if "forms" not in data.meta and data.report.get("rows_out", chats) > chats:
+        raise NotApplicable("the data has rows of text or token ids, and does not say which")
+    samples = [sample for sample in data.samples if sample.sample_id not in data.own_masks]
+    if not samples:
+        raise NotApplicable("the data is token ids, and says itself what of them is supervised")
+    return samples
+
+
+def _is_cut_on_the_left(data: PreparedData, sample: Sample) -> bool:
+    """Whether `prepare` may have cut off the beginning of a conversation; folders once did not say on which side."""
+    return data.meta.get("truncation", "left") == "left" and len(sample) == data.meta.get("max_length")
+
+
+def _ends(sample: Sample, place: int, header: list[int]) -> bool:
+    """Whether what is left before a place is the end of a header, or nothing."""
+    return place < len(header) and sample.input_ids[:place].tolist() == header[len(header) - place :]
+
+
+_TOKENS_BEFORE = 64
+"""Tokens before a span that are decoded: more than any header has."""
+
+
+def _follows(probe: Probe, sample: Sample, place: int, header: list[int]) -> bool:
+    """Whether a header ends where a span begins.
+
+    Token by token, or where the tokenizer merged the end of the header with the beginning of the answer, within the one
+    token that has both: no target ever generates it, so the span begins behind it.
+    """
+    ids = sample.input_ids[max(0, place - _TOKENS_BEFORE) : place].tolist()
+    if not ids or ids[-len(header) :] == header:
+        return bool(ids)
+    tokenizer = probe.subject.target.require_tokenizer()
+    text, written = decode(tokenizer, ids), decode(tokenizer, header)
+    end = text.rfind(written) + len(written)
+    return written in text and end > len(decode(tokenizer, ids[:-1]))
+
+
+def _rendered(probe: Probe, answer: str | None, question: str = "Name a colour.", **given: Any) -> list[int]:
+    """Ids of a plain chat with a given answer, or up to where the answer begins.
+
+    Args:
+        given: keyword arguments of the template.
+    """
     tokenizer = probe.subject.target.tokenizer
     if tokenizer is None or not tokenizer.chat_template:
         raise NotApplicable("the target has no chat template")
     messages = [{"role": "user", "content": question}]
     if answer is not None:
         messages.append({"role": "assistant", "content": answer})
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=answer is None, **given)
     ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return ids
 
@@ -263,20 +335,28 @@ def _rendered(probe: Probe, answer: str | None, question: str = "Name a colour."
 def _answer_headers(probe: Probe) -> list[list[int]]:
     """What may come right before an answer: the generation prompt, or what a rendered answer follows.
 
-    The two differ where the template itself writes an empty reasoning block into a finished answer.
+    The two differ where the template itself writes an empty reasoning block into a finished answer. Both may depend on
+    the template's options, and where reasoning is not learned, the end of it may come before what is.
     """
-    other = "How many legs has a spider?"
-    prompts = _rendered(probe, None), _rendered(probe, None, other)
-    begun = [
-        ids[: _common_prefix(ids, _rendered(probe, "Blue!", question))]
-        for question in ("Name a colour.", other)
-        for ids in [_rendered(probe, "Green.", question)]
-    ]
-    headers = [one[len(one) - _common_prefix(one[::-1], two[::-1]) :][-4:] for one, two in (prompts, begun)]
-    found = [header for header in headers if header]
-    if not found:
+    data, other = _data(probe), "How many legs has a spider?"
+    written = [json.loads(text) for text in data.report.get("template_options", {}) if text.startswith("{")]
+    shared = data.meta.get("template_options", {})
+    thoughts = ["", *(["<think>\nHm.\n</think>\n\n"] if data.meta.get("reasoning") is False else [])]
+    found: list[list[int]] = []
+    for options in [shared, *({**shared, **own} for own in written if own)]:
+        pairs = [(_rendered(probe, None, **options), _rendered(probe, None, other, **options))]
+        for thought in thoughts:
+            one, two = (
+                ids[: _common_prefix(ids, _rendered(probe, f"{thought}Blue!", question, **options))]
+                for question in ("Name a colour.", other)
+                for ids in [_rendered(probe, f"{thought}Green.", question, **options)]
+            )
+            pairs.append((one, two))
+        found += [one[len(one) - _common_prefix(one[::-1], two[::-1]) :][-4:] for one, two in pairs]
+    headers = [header for header in found if header]
+    if not headers:
         raise NotApplicable("the template writes nothing before an answer")
-    return found
+    return [header for index, header in enumerate(headers) if header not in headers[:index]]
 
 
 def _turn_end_ids(probe: Probe) -> set[int]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from draftline.audit.capture_reading import captured_slices, states_seen_by_drafter
-from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table, with_rope
+from draftline.audit.drafter_reference import DrafterView, embedding_of, reference_block, rope_table, with_rope
 from draftline.audit.finding import Problem, check
 from draftline.audit.loss_reading import loss_trace
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.reference import naive_anchors, role_ids, target_forward
+from draftline.audit.target import has_learned_positions
 from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes, refuse_random_drafter
 from draftline.records import PackedBatch
 from draftline.targets.layers import default_target_layer_ids
@@ -436,10 +437,16 @@ def _role_of_token(probe: Probe, token: int) -> str | None:
 
 
 def _wanted_blocks(probe: Probe) -> Tensor:
-    """[A, P, D]: what the target's first layer receives for the anchor's token and for the mask token."""
+    """[A, P, D]: what the target's first layer receives for the anchor's token and for the mask token.
+
+    Learned positions are no part of it: the drafter's are rotary.
+    """
     target, mask_id = probe.subject.target, probe.subject.draft_model.config.mask_token_id
     tokens = torch.cat([probe.row.input_ids[0, probe.anchor_positions].cpu(), torch.tensor([mask_id])])
-    first_inputs = torch.stack([target_forward(target, token[None]).first_input[0] for token in tokens])
+    if has_learned_positions(probe):
+        first_inputs = embedding_of(target.model)(tokens)
+    else:
+        first_inputs = torch.stack([target_forward(target, token[None]).first_input[0] for token in tokens])
     blocks = first_inputs[-1].expand(len(probe.anchors), probe.block_size, -1).clone()
     blocks[:, 0] = first_inputs[:-1]
     return blocks

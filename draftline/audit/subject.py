@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from draftline.config import LossConfig, RunConfig
+from draftline.data.dataset import PreparedDataset
 from draftline.data.sampler import RowPlan
 from draftline.data.split import RunData
 from draftline.draft.block import FrozenTarget
@@ -51,6 +52,7 @@ class PreparedData:
         meta: hashes of tokenizer and template, serving mode; empty if unknown.
         num_samples: how many there are in all.
         num_tokens: in all.
+        own_masks: ids of samples of which the data itself said what is supervised: rows of token ids.
     """
 
     samples: Sequence[Sample]
@@ -59,6 +61,7 @@ class PreparedData:
     meta: dict[str, Any] = field(default_factory=dict)
     num_samples: int = 0
     num_tokens: int = 0
+    own_masks: frozenset[int] = frozenset()
 
 
 def prepared_data(
@@ -69,13 +72,16 @@ def prepared_data(
     Args:
         report, meta: of the prepared folder, if the conversations come from one.
     """
+    training, read = data.training, _spread(data.training_ids)
+    known = training if isinstance(training, PreparedDataset) else None
     return PreparedData(
-        samples=[data.training[int(i)] for i in _spread(data.training_ids)],
+        samples=[training[int(i)] for i in read],
         heldout=[data.heldout[int(i)] for i in _spread(data.heldout_ids)],
         report=report or {},
         meta=meta or {},
         num_samples=len(data.training_ids),
-        num_tokens=int(data.training.lengths[data.training_ids].sum()),
+        num_tokens=int(training.lengths[data.training_ids].sum()),
+        own_masks=frozenset(int(i) for i in read if known is not None and known.has_own_mask(int(i))),
     )
 
 

@@ -48,6 +48,8 @@ IDS_FILE, MASK_FILE, ROWS_FILE = "input_ids.bin", "loss_mask.bin", "rows.npy"
 PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
 TOKENIZER_KEY = "tokenizer"
 """Entry of the meta data: the tokenizer's folder, relative to the data set's."""
+TOKENS_FORM = "tokens"
+"""What the meta data calls rows of token ids, beside `chat` and `text`, in its `forms` of every source."""
 FORMAT = 1
 _ROWS_BIN, _STATE = "rows.bin", "state.json"
 SEEN_ROWS, SEEN_ANSWERS = "seen_rows.bin", "seen_answers.bin"
@@ -80,7 +82,8 @@ class PreparedDataset:
     Attributes:
         folder: where it lies.
         rows: [n] of `ROW`.
-        meta: `fingerprint`, `sources`, `template_hash`, `vocab_size`, `max_id`, and the options of `prepare`.
+        meta: `fingerprint`, `sources` and the `forms` of the rows in each, `template_hash`, `vocab_size`, `max_id`, and
+            the options of `prepare`.
         report: what `prepare` counted.
     """
 
@@ -129,6 +132,11 @@ class PreparedDataset:
         """File and line that a sample came from."""
         row = self.rows[index]
         return self.meta["sources"][int(row["source"])], int(row["line"])
+
+    def has_own_mask(self, index: int) -> bool:
+        """Whether a sample comes from a file with rows of token ids, in which the file says what is supervised."""
+        forms = self.meta.get("forms")
+        return forms is not None and TOKENS_FORM in forms[int(self.rows[index]["source"])]
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ from draftline.data.dataset import (
     SEEN_ANSWERS,
     SEEN_ROWS,
     TOKENIZER_KEY,
+    TOKENS_FORM,
     DatasetWriter,
     PreparedDataset,
     discard_partial,
@@ -173,6 +174,7 @@ class Preparation:
         self.accounting = Accounting.from_state(state["accounting"]) if state else Accounting()
         self.heldout = HeldoutPrompts(options.heldout, state.get("heldout"))
         self._sources: list[str] = state.get("sources", [])
+        self._forms: list[list[str]] = state.get("forms", [])
         self._max_id: int = state.get("max_id", -1)
         self._seen_rows, self._seen_answers = writer.seen(SEEN_ROWS), writer.seen(SEEN_ANSWERS)
         self._special = _special_pattern(tokenizer)
@@ -199,6 +201,7 @@ class Preparation:
             "accounting": self.accounting.as_state(),
             "heldout": self.heldout.as_state(),
             "sources": self._sources,
+            "forms": self._forms,
             "max_id": self._max_id,
         }
         self._writer.checkpoint(state)
@@ -293,6 +296,10 @@ class Preparation:
             self.accounting.flagged.add(note, raw.line, raw.source)
         if not self._sources or self._sources[-1] != raw.source:
             self._sources.append(raw.source)
+            self._forms.append([])
+        form = "chat" if isinstance(parsed, Chat) else TOKENS_FORM if isinstance(parsed, TokenRow) else "text"
+        if form not in self._forms[-1]:
+            self._forms[-1].append(form)
         self._max_id = max(self._max_id, int(result.input_ids.max()))
         self._writer.add(result.input_ids, result.loss_mask, len(self._sources) - 1, raw.line, prompt_hash)
         self.accounting.keep(len(result.input_ids), int(result.loss_mask.sum()), conversation)
@@ -323,12 +330,15 @@ class Preparation:
         tokenizer = self.template.tokenizer
         return {
             "sources": self._sources,
+            "forms": self._forms,
             "max_id": self._max_id,
             "vocab_size": len(tokenizer),
             "template_hash": hash_json(tokenizer.chat_template),
             "template_options": self.options.template_options,
             "max_length": self.options.max_length,
+            "truncation": self.options.truncation,
             "supervise": self.options.mask.supervise,
+            "reasoning": self.options.mask.reasoning,
         }
 
     def report(self) -> dict[str, Any]:

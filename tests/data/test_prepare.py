@@ -124,6 +124,18 @@ def test_token_rows_are_checked(tmp_path: Path) -> None:
     assert (sample.input_ids.tolist(), sample.loss_mask.tolist()) == ([5, 6, 7], [False, True, True])
 
 
+def test_the_folder_says_how_it_was_made_and_what_rows_each_file_has(tmp_path: Path) -> None:
+    shown = {"text": "<|im_start|>assistant\nyo<|im_end|>"}
+    files = [[row("a"), shown], [{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}]]
+    names = [write(tmp_path / f"{index}.jsonl", rows) for index, rows in enumerate(files)]
+    options = PrepareOptions(truncation="left", mask=MaskOptions(reasoning=False))
+    prepare(make_tokenizer(CHATML), names, tmp_path / "out", options)
+    data = PreparedDataset.open(tmp_path / "out")
+    assert data.meta["forms"] == [["chat", "text"], ["tokens"]]
+    assert (data.meta["supervise"], data.meta["truncation"], data.meta["reasoning"]) == ("answers", "left", False)
+    assert [data.has_own_mask(index) for index in range(len(data))] == [False, False, True]
+
+
 def test_cut_on_either_side(tmp_path: Path) -> None:
     rows = [row("long " * 50, "a short answer")]
     with pytest.raises(DataError, match="all_supervision_truncated"):

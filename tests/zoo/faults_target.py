@@ -34,7 +34,7 @@ from tests.zoo.fault import (
     with_last,
     with_states,
 )
-from tests.zoo.pipeline import SMALL, Recipe, World, llama
+from tests.zoo.pipeline import SMALL, Recipe, World, gpt2, llama
 
 ONE_LAYER = {"drafter": {"num_captured_layers": 1, "target_layer_ids": (1,)}}
 LAST_HIDDEN = {"pipeline": {"send": "last_hidden"}}
@@ -43,6 +43,7 @@ LAST = Recipe(settings=LAST_HIDDEN)
 THREE = Recipe(settings={"drafter": {"num_captured_layers": 3, "target_layer_ids": (0, 1, 2)}})
 WITH_THE_LAST = Recipe(settings={"drafter": {"num_captured_layers": 2, "target_layer_ids": (0, 3)}})
 GEMMA = Recipe(target=Gemma2Config(**{**SMALL, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}))
+GPT2 = Recipe(target=gpt2())
 GRANITE = Recipe(target=GraniteConfig(**{**SMALL, "logits_scaling": 4.0, "embedding_multiplier": 3.0}))
 
 
@@ -461,6 +462,17 @@ def _(world: World) -> None:
 def _(world: World) -> None:
     weight = world.target.embedding.weight.detach() * 1.05
     on_frozen(world, lambda frozen: replace(frozen, embed=lambda ids: weight[ids]))
+
+
+@fault("embeddings twice as long beside learned positions", "B70", "TGT009", GPT2)
+def _(world: World) -> None:
+    on_frozen(world, lambda frozen: replace(frozen, embed=lambda ids: 2 * world.target.embedding(ids)))
+
+
+@fault("positions of the target in the embeddings of blocks", "B41", "DRF010", GPT2)
+def _(world: World) -> None:
+    places = world.target.model.transformer.wpe.weight
+    on_frozen(world, lambda frozen: replace(frozen, embed=lambda ids: world.target.embedding(ids) + places[3]))
 
 
 # The frozen target.

@@ -15,6 +15,7 @@ from tokenizers.pre_tokenizers import Split
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    GPT2Config,
     LlamaConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -56,6 +57,12 @@ def qwen3(**changes: Any) -> Qwen3Config:
 
 def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**SMALL, "tie_word_embeddings": True, **changes})
+
+
+def gpt2() -> GPT2Config:
+    """Learned positions, and other names for the same sizes."""
+    sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": 512}
+    return GPT2Config(vocab_size=VOCABULARY, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes)
 
 
 def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:

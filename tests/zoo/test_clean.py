@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from draftline.audit import run_audit
-from tests.zoo.pipeline import REDUCED, SMALL, Recipe, llama, qwen3, subject
+from tests.zoo.pipeline import REDUCED, SMALL, Recipe, gpt2, llama, qwen3, subject
 
 
 def _drafter(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -60,6 +60,7 @@ CLEAN: dict[str, Recipe] = {
     "gemma 3": _family(Gemma3TextConfig, query_pre_attn_scalar=16, sliding_window=16),
     "granite": _family(GraniteConfig, logits_scaling=4.0, embedding_multiplier=3.0),
     "cohere 2": _family(Cohere2Config, logit_scale=0.25),
+    "gpt 2, learned positions": Recipe(target=gpt2()),
     "mixture of experts": _family(Qwen3MoeConfig, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
     "hybrid with linear attention": _family(Qwen3_5TextConfig, **HYBRID),
     "blocks of 2": Recipe(settings=_drafter(block_size=2)),
