@@ -266,12 +266,12 @@ class Judge:
         elif batch.verifier_last_hidden_packed is not None:
             last = torch.cat([forward.layers[-1] for forward in forwards])
             off = _by_token(batch.verifier_last_hidden_packed[0], last)
-            if off > self._rounding_of_states(run):
+            if off > self._rounding_of_states:
                 self.say("RUN003", f"{name}: last hidden states are off by {off:.1e} (relative)", _DELIVER)
 
     def _states(self, where: str, batch: PackedBatch, found: Tensor, forwards: Sequence[ReferenceForward]) -> None:
         wanted = torch.cat([forward.states(self._layers) for forward in forwards])
-        off, allowed = _by_token(found, wanted), self._rounding_of_states(None)
+        off, allowed = _by_token(found, wanted), self._rounding_of_states
         if off > allowed:
             text = f"row {batch.sequence_number}, {where}: states are off by {off:.1e} (relative) from the target alone"
             if found.shape == wanted.shape:
@@ -427,7 +427,8 @@ class Judge:
             self._forwards[key] = model_forward(self.model, self._texts[part][sample_id].input_ids)
         return self._forwards[key]
 
-    def _rounding_of_states(self, _run: Run | None) -> float:
+    @property
+    def _rounding_of_states(self) -> float:
         """Relative difference of a token's states that batches and kernels explain, from the target's number format."""
         return 1e-3 if _EPS[self.model.dtype] < 1e-6 else 16 * _EPS[self.model.dtype]
 

@@ -7,7 +7,6 @@ computed again, on the same rows and anchors; what differs by more than rounding
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from draftline.draft.loss import StepMetrics
 from draftline.records import PackedBatch
 from draftline.run import Run, assemble
 from draftline.train.checkpoint import TrainState, read_checkpoint
-from draftline.train.log import metrics_record
+from draftline.train.log import metrics_record, whole_lines
 from draftline.train.run_folder import RunFolder
 from draftline.transfer.pack import make_row
 from draftline.transfer.stage import to_device
@@ -97,10 +96,7 @@ def _folder(probe: Probe) -> RunFolder:
 
 
 def _lines(folder: RunFolder) -> dict[int, dict[str, Any]]:
-    if not folder.has_metrics:
-        return {}
-    texts = folder.metrics_path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return {line["step"]: line for line in (json.loads(text) for text in texts if text.endswith("\n"))}
+    return {line["step"]: line for _, line in whole_lines(folder.metrics_path)} if folder.has_metrics else {}
 
 
 def _without_stores(run: Run) -> Run:

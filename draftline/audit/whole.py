@@ -8,9 +8,9 @@ where it first shows.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +24,16 @@ from draftline.audit import oracle
 from draftline.audit.comparison import Difference, Judge, rounded_drafter, text_of
 from draftline.audit.drafter_reference import drafter_of
 from draftline.audit.finding import CHECKS, Problem, check
-from draftline.audit.life import ANSWER_TOKENS, STOP_AFTER, Life, live
+from draftline.audit.life import ANSWER_TOKENS, STOP_AFTER, Life, RecordedStep, live
 from draftline.audit.oracle_decoding import Decoded, decode, last_answer
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import model_forward
 from draftline.audit.subject import NotApplicable
 from draftline.evaluate import generate
 from draftline.formats.load import load_drafter
+from draftline.run import Run
 from draftline.targets.model import TINY_FOLDER
+from draftline.train.log import whole_lines
 from draftline.train.run_folder import RunFolder
 
 _LARGEST_COPY = 4 << 30
@@ -47,10 +49,16 @@ class Lived:
     Attributes:
         differences: the first of each code.
         failure: what the run raised, or nothing.
+        uncompared: what the reference or the comparison raised, which is not the run's fault, or nothing.
     """
 
     differences: Mapping[str, Difference]
     failure: str = ""
+    uncompared: str = ""
+
+
+class _Uncompared(Exception):
+    """The comparison failed, and not the run; its cause says how."""
 
 
 @once_per_audit
@@ -60,25 +68,43 @@ def lived(probe: Probe) -> Lived:
     if probe.subject.trained:
         raise NotApplicable("the run has been lived already; a life is for a run to come")
     before, judge = _sums(run.target.model), Judge(run)
+
+    def observe(lived_run: Run, record: RecordedStep) -> None:
+        with _comparing():
+            judge.observe(lived_run, record)
+
     try:
-        with live(run, judge.observe) as life:
+        with live(run, observe) as life:
             probe.notes.append(f"lived beside the reference run: {life.reduced}")
-            _log(life, judge)
-            _checkpoints(life, judge)
-            _export(life, judge)
+            with _comparing():
+                for compare in (_log, _checkpoints, _export):
+                    compare(life, judge)
+                _target(probe, before, judge)
+    except _Uncompared as error:
+        return Lived({}, uncompared=_in_words(error.__cause__ or error))
     except Exception as error:  # the border of the life: whatever the run raises is what it would raise later
-        return Lived({}, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-    _target(probe, before, judge)
+        return Lived({}, failure=_in_words(error))
     return Lived({one.code: one for one in judge.differences})
+
+
+@contextmanager
+def _comparing() -> Iterator[None]:
+    """Tell what the comparison raises from what the run raises."""
+    try:
+        yield
+    except Exception as error:
+        raise _Uncompared from error
+
+
+def _in_words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _log(life: Life, judge: Judge) -> None:
     """The lines of the log against the counts of the steps and the figures of the reference."""
     train, loss = life.run.config.train, life.run.config.loss
     total = life.run.sampler.total_steps
-    lines = {
-        line["step"]: line for line in map(json.loads, RunFolder(life.folder).metrics_path.read_text().splitlines())
-    }
+    lines = {line["step"]: line for _, line in whole_lines(RunFolder(life.folder).metrics_path)}
     wanted = oracle.log_lines(judge.counts, train, total, evaluates=bool(judge.evaluated))
     fix = "a line averages over all steps since the line before, also over a resume; an evaluation reads held-out rows"
     if list(lines) != list(wanted):
@@ -144,8 +170,8 @@ def _near(found: Any, wanted: Any, relative: float, spread: float = 0.0) -> bool
 def _checkpoints(life: Life, judge: Judge) -> None:
     """Which checkpoints there are, which is best, and whether they hold the weights of their step."""
     folder, train = RunFolder(life.folder), life.run.config.train
-    lines = [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
-    streaks = {line["step"]: line["heldout_streak"] for line in lines if "heldout_streak" in line}
+    lines = whole_lines(folder.metrics_path)
+    streaks = {line["step"]: line["heldout_streak"] for _, line in lines if "heldout_streak" in line}
     saved, best = oracle.checkpoints(streaks, train, life.run.sampler.total_steps)
     written = sorted({*saved, STOP_AFTER})
     kept = sorted({*written[-train.keep_last :], *([] if best is None else [best])})
@@ -297,13 +323,17 @@ _EXPLAINED = {
 
 @check("RUN001", "the run does not live through a short life of itself")
 def survives(probe: Probe) -> Problem | None:
-    failure = lived(probe).failure
-    return Problem(f"it raised {failure}", "fix what it names: the run would meet it later") if failure else None
+    found = lived(probe)
+    if found.uncompared:
+        raise RuntimeError(found.uncompared)
+    return Problem(f"it raised {found.failure}", "fix what it names: it would come later") if found.failure else None
 
 
 def _register(code: str, title: str, needs: tuple[str, ...]) -> None:
     @check(code, title, ("RUN001", *needs))
     def compared(probe: Probe) -> Problem | None:
+        if lived(probe).uncompared:
+            raise NotApplicable("the life could not be compared, see RUN001")
         found = lived(probe).differences.get(code)
         return None if found is None else Problem(found.evidence, found.fix)
 
