@@ -15,7 +15,7 @@ again with operands rounded as the run rounds them, and what that moves is what 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -311,8 +311,8 @@ class Judge:
         assert self._reference is not None
         loss, name = run.config.loss, f"step {record.step}"
         drafter = self._reference.with_weights(record.before)
-        wanted = oracle.step_gradient(drafter, rows, anchors, loss)
-        rounded = self._rounded(run, drafter, rows, anchors)
+        wanted = oracle.step_gradient(as_computed(run, drafter), rows, anchors, loss)
+        rounded, margin = self._rounded(run, drafter, rows, anchors)
         factor = min(1.0, run.config.optim.clip_norm / (wanted.norm + 1e-6)) if wanted.norm else 1.0
         off: dict[str, float] = {}
         for tensor, gradient in wanted.gradients.items():
@@ -320,7 +320,7 @@ class Judge:
             size = float(gradient.norm())
             allowed = _EXACT * max(size, 1e-3 * wanted.norm)
             if rounded is not None:
-                allowed += _MARGIN * float((rounded.gradients[tensor] - gradient).norm())
+                allowed += margin * float((rounded.gradients[tensor] - gradient).norm())
             if found is None:
                 off[tensor] = math.inf
             elif (distance := float((found.double().cpu() - factor * gradient).norm())) > factor * allowed:
@@ -329,7 +329,7 @@ class Judge:
             worst = max(off, key=off.__getitem__)
             text = f"{name}: {len(off)} of {len(wanted.gradients)} gradients differ from float64"
             self.say("RUN005", f"{text}, most {worst} by {off[worst]:.1e} (relative)", _LEARN)
-        self._counted(record, wanted, rounded)
+        self._counted(record, wanted, rounded, is_narrow(run))
         self._norm(record, wanted, rounded)
 
     def _norm(self, record: RecordedStep, wanted: oracle.StepGradient, rounded: oracle.StepGradient | None) -> None:
@@ -340,10 +340,12 @@ class Judge:
             text = f"step {record.step}: the gradient norm is given as {found:.5g}, it is {wanted.norm:.5g}"
             self.say("RUN005", text, "the global norm after the division and before clipping")
 
-    def _counted(self, record: RecordedStep, wanted: oracle.StepGradient, rounded: oracle.StepGradient | None) -> None:
+    def _counted(
+        self, record: RecordedStep, wanted: oracle.StepGradient, rounded: oracle.StepGradient | None, narrow: bool
+    ) -> None:
         if record.result is None:
             return
-        near = sum(near_ties(heard, rounded is not None) for row in wanted.spoken for heard in row)
+        near = sum(near_ties(heard, narrow) for row in wanted.spoken for heard in row)
         drift = 0.0
         if rounded is not None:  # errors of slots cancel in the sum that is measured, and need not in the run's
             drift = _MARGIN * abs(rounded.counts.loss_sum - wanted.counts.loss_sum) + 3e-3 * wanted.counts.loss_sum
@@ -355,20 +357,22 @@ class Judge:
 
     def _rounded(
         self, run: Run, drafter: ReferenceDrafter, rows: Sequence[oracle.Row], anchors: list[list[list[int]]]
-    ) -> oracle.StepGradient | None:
-        """The gradient with operands rounded as the run rounds them; None where everything is float32."""
-        rounding = rounded_drafter(run, drafter)
-        if rounding is None:
-            return None
-        if run.drafter.dtype != torch.float32:
-            rows = [
-                replace(
-                    row,
-                    conversations=tuple(replace(c, states=c.states.to(run.drafter.dtype)) for c in row.conversations),
-                )
-                for row in rows
-            ]
-        return oracle.step_gradient(rounding, rows, anchors, run.config.loss)
+    ) -> tuple[oracle.StepGradient | None, float]:
+        """A gradient whose distance from the wanted one measures rounding, and how many times that is allowed.
+
+        None where everything is float32. Of a narrow head alone, what its rounding moves at all; of narrow products,
+        more than what rounded operands move, because sums are rounded as well.
+        """
+        low = run.drafter.dtype
+        if low == torch.float32:
+            return (oracle.step_gradient(drafter, rows, anchors, run.config.loss) if is_narrow(run) else None), 1.0
+        weights = {name: tensor.to(low).double() for name, tensor in drafter.weights.items()}
+        rows = [
+            replace(row, conversations=tuple(replace(c, states=c.states.to(low)) for c in row.conversations))
+            for row in rows
+        ]
+        rounding = replace(drafter, weights=weights).with_head_in(low)
+        return oracle.step_gradient(rounding, rows, anchors, run.config.loss), _MARGIN
 
     # What the optimiser makes of it.
 
@@ -397,8 +401,8 @@ class Judge:
 
     def _evaluate(self, run: Run, record: RecordedStep) -> Evaluated:
         assert self._reference is not None
-        drafter, train = self._reference.with_weights(record.after), run.config.train
-        texts, low = self._texts["heldout"], rounded_drafter(run, self._reference) is not None
+        drafter, train = as_computed(run, self._reference.with_weights(record.after)), run.config.train
+        texts, low = self._texts["heldout"], is_narrow(run)
         lengths = [len(text.input_ids) for text in texts.values()]
         counts, near = oracle.Counts.zero(drafter.view.block_size), 0
         for planned in oracle.plan_heldout(list(texts), lengths, train.tokens_per_row):
@@ -433,17 +437,15 @@ class Judge:
         return 1e-3 if _EPS[self.model.dtype] < 1e-6 else 16 * _EPS[self.model.dtype]
 
 
-def rounded_drafter(run: Run, drafter: ReferenceDrafter) -> ReferenceDrafter | None:
-    """The reference with weights and head rounded as the run rounds them; None where everything is float32."""
-    low = run.drafter.dtype
-    head = low if low != torch.float32 else run.target.dtype
-    if head in (torch.float32, torch.float64):
-        return None
-    exact: Callable[[Tensor], Tensor] = drafter.logits
-    weights: Mapping[str, Tensor] = drafter.weights
-    if low != torch.float32:
-        weights = {name: tensor.to(low).double() for name, tensor in weights.items()}
-    return replace(drafter, weights=weights, logits=lambda hidden: exact(hidden.to(head).double()).to(head).double())
+def as_computed(run: Run, drafter: ReferenceDrafter) -> ReferenceDrafter:
+    """The reference with the head in the target's number format: all that a narrow target does to a float32 drafter."""
+    wide = run.target.dtype in (torch.float32, torch.float64)
+    return drafter if wide else drafter.with_head_in(run.target.dtype)
+
+
+def is_narrow(run: Run) -> bool:
+    """Whether logits of the drafter come in a narrow number format, so that ties are frequent."""
+    return run.drafter.dtype != torch.float32 or run.target.dtype not in (torch.float32, torch.float64)
 
 
 def near_ties(heard: oracle.Spoken, low: bool) -> int:

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftline.audit import oracle
-from draftline.audit.comparison import Difference, Judge, rounded_drafter, text_of
+from draftline.audit.comparison import Difference, Judge, is_narrow, text_of
 from draftline.audit.drafter_reference import drafter_of
 from draftline.audit.finding import CHECKS, Problem, check
 from draftline.audit.life import ANSWER_TOKENS, STOP_AFTER, Life, RecordedStep, live
@@ -137,7 +137,7 @@ def _heldout(life: Life, judge: Judge, step: int, line: Mapping[str, Any]) -> No
         return
     counts, slots = measured.counts, max(1, sum(measured.counts.slots))
     figures = oracle.figures(counts, life.run.config.loss)
-    low = rounded_drafter(life.run, drafter_of(life.run.shape, life.first_weights, judge.model)) is not None
+    low = is_narrow(life.run)
     allowed = {
         "accuracy": measured.near / slots,
         "data_accuracy": measured.near / slots,

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -278,12 +278,19 @@ def _target_ids_S(batch: PackedBatch, head: Head, loss: LossConfig) -> Tensor:
     if batch.target_ids is not None:
         return batch.target_ids[0]
     assert batch.verifier_last_hidden_packed is not None, "PackedBatch carries one of the two"
-    with torch.no_grad():
+    with _as_the_target_says(batch):
         return head.target_ids(batch.verifier_last_hidden_packed[0], loss.chunk_size)
 
 
 def _label_rows_S(batch: PackedBatch, head: Head, target_ids_S: Tensor, loss: LossConfig) -> Tensor:
     """Row of the head that is taught for what the target says at each row position, [S]."""
     last = batch.verifier_last_hidden_packed
-    with torch.no_grad():
+    with _as_the_target_says(batch):
         return head.label_rows(target_ids_S, None if last is None else last[0], loss.chunk_size)
+
+
+@contextmanager
+def _as_the_target_says(batch: PackedBatch) -> Iterator[None]:
+    """Without a gradient and in the target's own precision: the drafter's autocast would teach other tokens."""
+    with torch.no_grad(), torch.autocast(batch.input_ids.device.type, enabled=False):
+        yield

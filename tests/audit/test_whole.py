@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from draftline.audit import run_audit, whole
+from draftline.audit import run_audit
 from draftline.audit.comparison import Judge
 from draftline.engine import inline
 from draftline.records import PackedBatch
+from draftline.train import drafter as drafter_module
 from draftline.train.log import RunLog
-from tests.zoo.pipeline import Recipe, subject
+from tests.zoo.pipeline import subject
 
 
 def codes(report: Any) -> list[str]:
@@ -64,6 +65,7 @@ def test_a_difference_names_the_row_and_the_place(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_code_that_another_check_explains_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole, "lived", lambda _probe: pytest.fail("what is explained is not lived"))
-    report = run_audit(subject(Recipe(settings={"drafter": {"mask_token_id": 2}})), ["DRF009", "RUN004"])
-    assert codes(report) == ["DRF009"]
+    monkeypatch.setattr(drafter_module, "draw_anchors", lambda row, _budget, _seed: row.input_ids.new_tensor([9, 10]))
+    report = run_audit(subject(), ["DRF011", "RUN004"])
+    assert codes(report) == ["DRF011"]
+    assert report.checks[-1].reason == "DRF011 would show here again"
