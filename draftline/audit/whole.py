@@ -321,7 +321,11 @@ _EXPLAINED = {
 """Code -> title, and the codes that would say more exactly what is wrong."""
 
 
-@check("RUN001", "the run does not live through a short life of itself")
+@check(
+    "RUN001",
+    "the run does not live through a short life of itself",
+    _codes("TGT", "DAT001", "DRF", "LOS", "OPT", "EXP", "EVL"),
+)
 def survives(probe: Probe) -> Problem | None:
     found = lived(probe)
     if found.uncompared:
@@ -334,6 +338,8 @@ def _register(code: str, title: str, needs: tuple[str, ...]) -> None:
     def compared(probe: Probe) -> Problem | None:
         if lived(probe).uncompared:
             raise NotApplicable("the life could not be compared, see RUN001")
+        if lived(probe).failure:
+            raise NotApplicable("the life did not come to its end")
         found = lived(probe).differences.get(code)
         return None if found is None else Problem(found.evidence, found.fix)
 

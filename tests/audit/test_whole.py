@@ -10,7 +10,7 @@ from draftline.audit import run_audit
 from draftline.audit.comparison import Judge
 from draftline.engine import inline
 from draftline.records import PackedBatch
-from draftline.train import drafter as drafter_module
+from draftline.train import step as step_module
 from draftline.train.log import RunLog
 from tests.zoo.pipeline import subject
 
@@ -65,7 +65,7 @@ def test_a_difference_names_the_row_and_the_place(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_code_that_another_check_explains_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drafter_module, "draw_anchors", lambda row, _budget, _seed: row.input_ids.new_tensor([9, 10]))
+    monkeypatch.setattr(step_module, "draw_anchors", lambda row, _budget, _seed: row.input_ids.new_tensor([9, 10]))
     report = run_audit(subject(), ["DRF011", "RUN004"])
     assert codes(report) == ["DRF011"]
     assert report.checks[-1].reason == "DRF011 would show here again"
