@@ -42,11 +42,11 @@ from draftline.config import RunConfig, load_run_config
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.engine.process import intra_op_threads
-from draftline.evaluate.acceptance import Acceptance, acceptance_interval, teacher_forced_walk
+from draftline.evaluate.acceptance import Acceptance, acceptance_interval, split_last_answer, teacher_forced_walk
 from draftline.evaluate.generate import generate
 from draftline.recipes import find_recipe
 from draftline.records import CapturedSample, Sample
-from draftline.run import Run, assemble, split_last_answer
+from draftline.run import Run, assemble
 from draftline.storage import write_text
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop

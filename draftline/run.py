@@ -1,14 +1,14 @@
 """Assemble a training run and train: the only place, with the engines, that knows both halves.
 
 assemble(config, target, data) -> Run      everything that a run uses, once; an audit examines the same object
-train(run, folder)                         run folder -> checkpoint? -> engine -> loop
-train_run(config, folder)                  both, from settings alone
+open_run(config, folder) -> Run            the same, from settings alone
+train(run, folder) -> RunResult            run folder -> checkpoint? -> engine -> loop
+train_run(config, folder) -> RunResult     the last two
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
 from dataclasses import asdict, dataclass, field
@@ -31,10 +31,9 @@ from draftline.engine.process import available_cores, intra_op_threads, stop_on_
 from draftline.engine.replicas import frozen_target, loop_targets
 from draftline.engine.threads import ThreadsEngine
 from draftline.errors import ConfigError, DataError
-from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
+from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
-from draftline.progress import counting
-from draftline.records import Sample
+from draftline.progress import counting, say
 from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
@@ -50,7 +49,7 @@ from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource,
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 
 
-class Engine(RowSource, AbstractContextManager["Engine"], Protocol):
+class RunEngine(RowSource, AbstractContextManager["RunEngine"], Protocol):
     """Makes rows while its block runs."""
 
     def statistics(self) -> PipelineStatistics: ...
@@ -129,7 +128,7 @@ class Run:
             raise ConfigError(f"pipeline.target_devices names {len(devices)} devices for {count} target loop(s)")
         return devices
 
-    def engine(self, first_row: int) -> Engine:
+    def engine(self, first_row: int) -> RunEngine:
         """Makes the rows from a place of the order on, in the configured mode."""
         samples, plans = self.data.training, self.sampler.plans(first_row)
         if self.config.pipeline.mode == "inline":
@@ -241,7 +240,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class Examination:
-    """What a gate found in a run that it lets start.
+    """What was found in a run that starts all the same.
 
     Attributes:
         allowed: codes of findings that the run starts in spite of.
@@ -250,14 +249,6 @@ class Examination:
 
     allowed: Sequence[str]
     report: Mapping[str, Any]
-
-
-Gate = Callable[[Run], Examination]
-"""Examines a run before its first step: raises to stop it."""
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -270,23 +261,18 @@ class Watcher:
         stopping: a block that gives the function which says whether a stop was asked for.
     """
 
-    say: Callable[[str], None] = _say
+    say: Callable[[str], None] = say
     display: Callable[[int, int], Display] = open_display
     stopping: Callable[[], AbstractContextManager[Callable[[], bool]]] = stop_on_signals
 
 
-def train_run(config: RunConfig, folder: Path, *, resume: bool = False, gate: Gate | None = None) -> RunResult:
-    """Train a drafter, or continue to; everything is written into `folder`.
-
-    What `gate` found is written to `audit.json`, what it let pass also to `run.json`. A run that is continued has
-    passed it before its first step.
+def open_run(config: RunConfig, folder: Path, *, resume: bool = False) -> Run:
+    """Load what the settings name and assemble it, for a run that is to be written into `folder`.
 
     Raises:
         ConfigError: a setting cannot be met, or contradicts the run that is to be continued.
-        StorageError: `folder` is in use, or the disk is full.
+        StorageError: `folder` is in use.
         DataError, TargetError, CheckpointError: see their modules.
-        Interrupted: Ctrl-C or SIGTERM; the state was saved.
-        PipelineError: a target loop failed; the state was saved.
     """
     RunFolder(folder).check_usable(config, resume)
     training, heldout = open_data(config)
@@ -294,9 +280,7 @@ def train_run(config: RunConfig, folder: Path, *, resume: bool = False, gate: Ga
     for prepared in (training, heldout):
         if prepared is not None:
             _check_tokenizer(prepared, target)
-    run = assemble(with_saved_threads(config, folder), target, choose_conversations(config, training, heldout))
-    examination = gate(run) if gate is not None and not RunFolder(folder).exists else None
-    return train(run, folder, resume=resume, examination=examination)
+    return assemble(with_saved_threads(config, folder), target, choose_conversations(config, training, heldout))
 
 
 def train(
@@ -307,11 +291,17 @@ def train(
     examination: Examination | None = None,
     watcher: Watcher | None = None,
 ) -> RunResult:
-    """Train an assembled run in a folder that `RunFolder.check_usable` has let pass; errors as in `train_run`.
+    """Train an assembled run in a folder that `RunFolder.check_usable` has let pass.
 
     Args:
         resume: continue from the newest checkpoint in the folder, if there is one.
-        examination: what was found before this session.
+        examination: what was found before this session; kept in `audit.json`, what was allowed also in `run.json`.
+
+    Raises:
+        CheckpointError, ConfigError: on resume, what is in the folder is damaged, or belongs to another run.
+        StorageError: the disk is full.
+        Interrupted: Ctrl-C or SIGTERM; the state was saved.
+        PipelineError: a target loop failed; the state was saved.
     """
     watcher = watcher or Watcher()
     RunFolder(folder).check_same_target(weights_fingerprint(run.target.model))
@@ -347,6 +337,11 @@ def train(
         )
         loop.run()
     return RunResult(folder, state.step, state.tokens, state.seconds, state.best_step, loop.heldout)
+
+
+def train_run(config: RunConfig, folder: Path, *, resume: bool = False) -> RunResult:
+    """Train a drafter, or continue to; everything is written into `folder`. Raises as `open_run` and `train`."""
+    return train(open_run(config, folder, resume=resume), folder, resume=resume)
 
 
 def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
@@ -429,17 +424,6 @@ def drafter_device(name: str) -> torch.device:
     if name == "auto" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.device_count() - 1)
     return resolve_device(name)
-
-
-def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
-    """Ids before the last answer of a conversation, and of that answer; both empty if there is no answer."""
-    supervised = sample.loss_mask.tolist()
-    end = len(supervised) - supervised[::-1].index(True) if any(supervised) else 0
-    start = end
-    while start and supervised[start - 1]:
-        start -= 1
-    ids = sample.input_ids.tolist()
-    return ids[:start], ids[start:end]
 
 
 def _choose_vocabulary(

@@ -12,16 +12,21 @@ from draftline.errors import AuditRefusal, ConfigError
 from draftline.options import TrainCommand
 
 if TYPE_CHECKING:
-    from draftline.run import Examination, Gate, Run
+    from draftline.run import Examination, Run
 
 
 def train(options: TrainCommand) -> None:
     """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
-    from draftline.run import train_run
+    from draftline import run as runs
+    from draftline.train.run_folder import RunFolder
 
     words = [*options.flags.words(), *options.settings]
     wanted = train_settings(options.out, words, recipe=options.recipe, config=options.config, resume=options.resume)
-    trained = train_run(wanted, options.out, resume=options.resume, gate=audit_gate(options.allow))
+    check_codes(options.allow)  # before a target is loaded for nothing
+    run = runs.open_run(wanted, options.out, resume=options.resume)
+    # a run that is continued was examined before its first step
+    examination = None if RunFolder(options.out).exists else examine(run, options.allow)
+    trained = runs.train(run, options.out, resume=options.resume, examination=examination)
     print(json.dumps(trained.to_json(), ensure_ascii=False))
 
 
@@ -44,35 +49,36 @@ def train_settings(
     return load_run_config(config, words, saved or find_recipe(recipe or "published"))
 
 
-def audit_gate(allow: Collection[str]) -> Gate:
-    """Examine a run before it starts; findings of severity error stop it unless their codes are allowed.
-
-    So does a check that could not run: what it would have found is not known. The report goes to stderr. The gate
-    raises `AuditRefusal`, and gives the codes that the run starts in spite of, allowed warnings included.
-
-    Raises:
-        ConfigError: a code does not exist.
-    """
-    from rich.console import Console
-
-    from draftline.audit import CHECKS, run_audit
-    from draftline.audit.folders import subject_of_run
-    from draftline.run import Examination
+def check_codes(allow: Collection[str]) -> None:
+    """Raise a `ConfigError` for a code of `--allow` that no check has."""
+    from draftline.audit import CHECKS
 
     unknown = [code for code in allow if code not in CHECKS]
     if unknown:
         raise ConfigError(f"--allow {unknown[0]}: there is no such check; name a code of the audit, such as DRF001")
 
-    def examine(run: Run) -> Examination:
-        report = run_audit(subject_of_run(run))
-        report.render(Console(stderr=True))
-        codes = [finding.code for finding in report.errors()] + report.not_examined
-        stopping = [code for code in codes if code not in allow]
-        if stopping:
-            raise AuditRefusal(
-                f"the audit found {', '.join(stopping)}: fix them as it says, or add --allow CODE for each"
-            )
-        warned = [finding.code for finding in report.findings if finding.severity == "warning"]
-        return Examination([*codes, *(code for code in warned if code in allow)], report.to_json())
 
-    return examine
+def examine(run: Run, allow: Collection[str]) -> Examination:
+    """Audit a run before it starts; the report goes to stderr.
+
+    Returns:
+        The codes that the run starts in spite of, allowed warnings included, and the report.
+
+    Raises:
+        AuditRefusal: a finding of severity error is not allowed, or a check could not run, so that what it would have
+            found is not known.
+    """
+    from rich.console import Console
+
+    from draftline.audit import run_audit
+    from draftline.audit.folders import subject_of_run
+    from draftline.run import Examination
+
+    report = run_audit(subject_of_run(run))
+    report.render(Console(stderr=True))
+    codes = [finding.code for finding in report.errors()] + report.not_examined
+    stopping = [code for code in codes if code not in allow]
+    if stopping:
+        raise AuditRefusal(f"the audit found {', '.join(stopping)}: fix them as it says, or add --allow CODE for each")
+    warned = [finding.code for finding in report.findings if finding.severity == "warning"]
+    return Examination([*codes, *(code for code in warned if code in allow)], report.to_json())

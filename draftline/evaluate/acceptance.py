@@ -209,6 +209,17 @@ def teacher_forced_walk(
     return walks
 
 
+def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
+    """Ids before the last answer of a conversation, and of that answer; both empty if there is no answer."""
+    supervised = sample.loss_mask.tolist()
+    end = len(supervised) - supervised[::-1].index(True) if any(supervised) else 0
+    start = end
+    while start and supervised[start - 1]:
+        start -= 1
+    ids = sample.input_ids.tolist()
+    return ids[:start], ids[start:end]
+
+
 def walk(streaks: Sequence[int]) -> Acceptance:
     """Jump from anchor to anchor, streak + 1 at a time; one streak per answer token but the last."""
     place = jumps = 0

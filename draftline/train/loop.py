@@ -21,19 +21,10 @@ from draftline.train.step import Drafter
 
 @dataclass
 class DrafterTrainLoop:
-    """Takes rows until the last step, and between steps logs, evaluates and saves.
+    """Takes rows, on the drafter's device and from `state.next_row` on, until the last of `total_steps` steps.
 
-    Attributes:
-        drafter: moved by the rows of one optimiser step at a time.
-        rows: packed rows on the drafter's device, from `state.next_row` on.
-        total_steps: optimiser steps of the whole run.
-        state: where the run stands; the loop updates it.
-        log: writes lines and shows progress.
-        evaluate: figures of the drafter on held-out data, none if nothing is held out; the checkpoint with the
-            highest `streak` is the best.
-        save: makes the present state survive the process.
-        stop_requested: whether the user has asked to stop (Ctrl-C, SIGTERM).
-        heldout: figures of the last evaluation.
+    `evaluate` gives figures on held-out data, none if nothing is held out; `heldout` keeps the last. The checkpoint
+    with the highest `streak` is the best. `save` makes a state survive the process.
     """
 
     drafter: Drafter
@@ -47,19 +38,19 @@ class DrafterTrainLoop:
     heldout: Record = field(default_factory=dict)
 
     def run(self) -> None:
-        """Train to the end.
+        """Train to the end. Whatever fails, rows, a step or a line: the state after the last whole step was saved.
 
         Raises:
-            Interrupted: the user asked to stop; the step was finished and the state saved.
+            Interrupted: the user asked to stop (Ctrl-C, SIGTERM); the step was finished and the state saved.
             UpdateError: the optimiser failed half-way; what was saved last is the newest sound state.
-            Exception: whatever else fails, rows, a step, an evaluation or a line: the state after the last complete
-                step is sound and was saved.
         """
         state, config = self.state, self.drafter.config.train
         started = time.perf_counter() - state.seconds
-        with self._saving_what_is_sound():
+        try:
             while state.step < self.total_steps:
-                batches = self._next_rows()
+                batches = [next(self.rows)]
+                while not batches[-1].last_of_step:
+                    batches.append(next(self.rows))
                 result = self.drafter.step(batches)
                 state.count(result.metrics, next_row=batches[-1].sequence_number + 1)
                 state.seconds = time.perf_counter() - started
@@ -75,24 +66,12 @@ class DrafterTrainLoop:
                     self.save(state)
                     done = f"stopped after step {state.step} of {self.total_steps}, saved"
                     raise Interrupted(f"{done}: continue with --resume")
-
-    @contextlib.contextmanager
-    def _saving_what_is_sound(self) -> Iterator[None]:
-        try:
-            yield
         except (Interrupted, UpdateError):
             raise
-        except Exception:
-            with contextlib.suppress(StorageError):  # must not hide what failed first
-                self.save(self.state)
+        except Exception:  # the last whole step is sound; saving it must not hide what failed first
+            with contextlib.suppress(StorageError):
+                self.save(state)
             raise
 
     def _due(self, every: int) -> bool:
         return self.state.step % every == 0 or self.state.step == self.total_steps
-
-    def _next_rows(self) -> list[PackedBatch]:
-        """All rows of the next optimiser step."""
-        batches: list[PackedBatch] = []
-        while not batches or not batches[-1].last_of_step:
-            batches.append(next(self.rows))
-        return batches

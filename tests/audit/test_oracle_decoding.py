@@ -11,9 +11,8 @@ from draftline.audit import oracle_decoding
 from draftline.audit.drafter_reference import ReferenceDrafter
 from draftline.audit.oracle_decoding import acceptance_length, decode, last_answer, walk_answer, walks
 from draftline.audit.reference import model_forward
-from draftline.evaluate.acceptance import Acceptance, teacher_forced_walk
+from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.evaluate.generate import generate, generate_plain
-from draftline.run import split_last_answer
 from tests.audit.real_run import RealRun, real_run
 
 LAYOUTS = {

@@ -12,12 +12,15 @@ import yaml
 from draftline import cli
 from draftline.audit.finding import CheckResult, Finding
 from draftline.audit.report import AuditReport
-from draftline.commands.train import audit_gate
+from draftline.commands.train import check_codes, examine
 from draftline.config import RunConfig, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
-from draftline.run import Gate, Run, RunResult
+from draftline.run import Examination, Run, RunResult
 from draftline.train.run_folder import RunFolder
 from tests.commands.test_prepare import prepared
+
+RUN = cast(Run, None)
+"""Nothing looks at it: what the audit finds is given."""
 
 
 @pytest.fixture
@@ -25,13 +28,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Settings with which `draftline train` starts a run, which ends at once."""
     seen: list[RunConfig] = []
 
-    def train_run(config: RunConfig, out: Path, *, resume: bool, gate: Gate) -> RunResult:
-        assert callable(gate)
+    def open_run(config: RunConfig, out: Path, *, resume: bool) -> Run:
         RunFolder(out).check_usable(config, resume)
         seen.append(config)
+        return RUN
+
+    def train(run: Run, out: Path, *, resume: bool, examination: Examination | None) -> RunResult:
+        assert run is RUN
+        assert resume == (examination is None)
         return RunResult(out, 0, 0, 0.0, None, {})
 
-    monkeypatch.setattr("draftline.run.train_run", train_run)
+    monkeypatch.setattr("draftline.run.open_run", open_run)
+    monkeypatch.setattr("draftline.run.train", train)
+    monkeypatch.setattr("draftline.commands.train.examine", lambda _run, _allow: Examination([], {}))
     return seen
 
 
@@ -94,10 +103,6 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Cap
     assert "another tokenizer or chat template" in capsys.readouterr().err
 
 
-RUN = cast(Run, None)
-"""Nothing looks at it: what the audit finds is given."""
-
-
 def audit_finds(monkeypatch: pytest.MonkeyPatch, report: AuditReport) -> None:
     monkeypatch.setattr("draftline.audit.folders.subject_of_run", lambda run: run)
     monkeypatch.setattr("draftline.audit.run_audit", lambda _subject: report)
@@ -117,12 +122,12 @@ def two_errors_and_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_gate_stops_a_run_for_each_error_that_is_not_allowed() -> None:
     for allow, left in ([], "TGT002, DRF001"), (["TGT002"], "DRF001"), (["LOS003"], "TGT002, DRF001"):
         with pytest.raises(AuditRefusal, match=f"found {left}: ") as refusal:
-            audit_gate(allow)(RUN)
+            examine(RUN, allow)
         assert refusal.value.exit_status == 1
-    examination = audit_gate(["DRF001", "TGT002"])(RUN)
+    examination = examine(RUN, ["DRF001", "TGT002"])
     assert examination.allowed == ["TGT002", "DRF001"]
     assert [finding["code"] for finding in examination.report["findings"]] == ["TGT002", "DRF001", "LOS003"]
-    everything = audit_gate(["LOS003", "DRF001", "TGT002"])(RUN)
+    everything = examine(RUN, ["LOS003", "DRF001", "TGT002"])
     assert everything.allowed == ["TGT002", "DRF001", "LOS003"]  # the run says of itself that a warning was allowed
 
 
@@ -130,10 +135,10 @@ def test_a_check_that_could_not_run_stops_a_run_too(monkeypatch: pytest.MonkeyPa
     checks = [CheckResult("DRF011", "crashed", 0.1, "IndexError: of no use")]
     audit_finds(monkeypatch, AuditReport([], checks))
     with pytest.raises(AuditRefusal, match="found DRF011: "):
-        audit_gate([])(RUN)
-    assert audit_gate(["DRF011"])(RUN).allowed == ["DRF011"]
+        examine(RUN, [])
+    assert examine(RUN, ["DRF011"]).allowed == ["DRF011"]
 
 
 def test_only_codes_of_checks_can_be_allowed() -> None:
     with pytest.raises(ConfigError, match="--allow DRF999: there is no such check"):
-        audit_gate(["DRF001", "DRF999"])
+        check_codes(["DRF001", "DRF999"])

@@ -22,6 +22,7 @@ from draftline.evaluate.acceptance import (
     describe_acceptance_length,
     macro_acceptance_interval,
     ratio_interval,
+    split_last_answer,
     teacher_forced_walk,
     walk,
 )
@@ -187,3 +188,15 @@ def test_an_interval_is_repeatable_holds_the_figure_and_stays_within_bounds() ->
         low, high = acceptance_interval(clusters, DRAFTED + 1)
         assert 1.0 <= low <= Acceptance.total(clusters).length <= high <= DRAFTED + 1
         assert acceptance_interval(clusters, DRAFTED + 1) == (low, high)
+
+
+def test_the_last_answer_of_a_conversation() -> None:
+    ids = torch.arange(10, 20)
+    for mask, expected in [
+        ("0011001100", ([10, 11, 12, 13, 14, 15], [16, 17])),
+        ("0000000000", ([], [])),
+        ("1111111111", ([], list(range(10, 20)))),
+        ("0000000001", (list(range(10, 19)), [19])),
+    ]:
+        sample = Sample(0, ids, torch.tensor([bit == "1" for bit in mask]))
+        assert split_last_answer(sample) == expected

@@ -17,7 +17,7 @@ from draftline.config import load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError, DataError, DraftlineError, PipelineError, StorageError
 from draftline.records import Sample
-from draftline.run import Examination, split_last_answer
+from draftline.run import Examination
 from draftline.targets.model import build_target
 from draftline.train.checkpoint import load_draft_model
 from tests.engine.tiny_target import tiny_samples, tiny_target
@@ -231,15 +231,3 @@ def test_resume_may_change_where_and_how_often(whole: Path) -> None:
     assert read_lines(whole) == before
     assert yaml.safe_load((whole / "config.yaml").read_text())["train"]["keep_last"] == 5
     assert len(json.loads((whole / "run.json").read_text())["sessions"]) == 2
-
-
-def test_the_last_answer_of_a_conversation() -> None:
-    ids = torch.arange(10, 20)
-    for mask, expected in [
-        ("0011001100", ([10, 11, 12, 13, 14, 15], [16, 17])),
-        ("0000000000", ([], [])),
-        ("1111111111", ([], list(range(10, 20)))),
-        ("0000000001", (list(range(10, 19)), [19])),
-    ]:
-        sample = Sample(0, ids, torch.tensor([bit == "1" for bit in mask]))
-        assert split_last_answer(sample) == expected
