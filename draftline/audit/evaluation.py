@@ -27,6 +27,7 @@ from draftline.evaluate import acceptance
 from draftline.evaluate.acceptance import Acceptance
 from draftline.evaluate.generate import Generation
 from draftline.evaluate.result import CountedAnswer
+from draftline.formats.proof_prompts import before_answer, choose_prompts
 
 _PROMPT = 9
 """Tokens of the probe prompt."""
@@ -234,19 +235,19 @@ def teacher_forced(probe: Probe) -> Problem | None:
 
 @check("EVL006", "the trained drafter is hardly accepted", needs=("DRF001", "EVL001", "EVL002"))
 def useful(probe: Probe) -> Problem | None:
-    if not probe.subject.trained or probe.subject.data is None:
+    if not probe.subject.trained:
         raise NotApplicable("the drafter is not trained")
+    prompts, of_text = _prompts(probe)
     generations, answers = [], []
-    for sample in (probe.subject.data.heldout or probe.subject.data.samples)[:4]:
-        start = int(sample.loss_mask.int().argmax())
-        generations.append(probe.subject.generate(probe.subject.draft_model, sample.input_ids[:start].tolist(), 40))
-        answers.append((sample.input_ids[:start].tolist(), generations[-1].output_ids))
+    for prompt in prompts[:4]:
+        generations.append(probe.subject.generate(probe.subject.draft_model, prompt, 40))
+        answers.append((prompt, generations[-1].output_ids))
     decoded = _acceptance_length(generations)
     estimate = _teacher_forced(probe, probe.subject.draft_model, answers)
     probe.notes.append(
         f"acceptance length (with bonus), {len(answers)} prompts: decoded {decoded:.2f}, teacher-forced {estimate:.2f}"
     )
-    if decoded < 1.15:
+    if decoded < 1.15 and of_text:
         return Problem(
             f"acceptance length (with bonus) {decoded:.2f} on {len(answers)} prompts, teacher-forced {estimate:.2f}",
             "train longer, and on the target's own answers; see the other findings first",
@@ -286,6 +287,17 @@ def own_answer(probe: Probe) -> Answer:
         logits = target.model(input_ids=ids, use_cache=False).logits[:, -1:]
         ids = torch.cat([ids, logits.argmax(-1)], dim=1)
     return Answer(ids[0].tolist(), length, target_forward(target, ids[0]))
+
+
+def _prompts(probe: Probe) -> tuple[list[list[int]], bool]:
+    """What a trained drafter is asked, and whether it is text: the run's data, else what comes with a folder."""
+    data, folder = probe.subject.data, probe.subject.folder
+    if data is not None:
+        return [before_answer(sample) for sample in data.heldout or data.samples], True
+    if folder is None:
+        raise NotApplicable("there is no data to ask from")
+    prompts = choose_prompts(folder, probe.subject.target)
+    return prompts.ids, prompts.source != "random"
 
 
 def _acceptance_length(generations: Sequence[Generation]) -> float:

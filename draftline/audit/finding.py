@@ -27,6 +27,7 @@ AREAS = {
     "EXP": "exported drafter",
     "EVL": "decoding and metrics",
     "RUN": "the run as a whole",
+    "PRF": "proof of an exported drafter",
 }
 """In the order in which they are checked: each needs only what comes before it."""
 

@@ -14,7 +14,7 @@ from draftline.data.prompts import read_prompts
 from draftline.data.split import choose_conversations
 from draftline.data.template import render_prompt
 from draftline.errors import CheckpointError, ConfigError, DataError, TemplateError
-from draftline.formats.proof import MAX_NEW_TOKENS, ProofPrompts, other_target, read_proof
+from draftline.formats.proof import ProofPrompts, other_target, read_proof
 from draftline.records import Sample
 from draftline.targets.model import TINY_FOLDER, Target
 from draftline.train.checkpoint import checkpoint_folder, read_record
@@ -30,6 +30,9 @@ _READ = 400
 
 _PLAIN = 16
 """Tokens of a prompt that is the beginning of a plain text, or random."""
+
+_ROOM = 64
+"""Positions of the target that are left for an answer."""
 
 
 def choose_prompts(source: Path, target: Target) -> ProofPrompts:
@@ -96,7 +99,7 @@ def _embedded(target: Target) -> ProofPrompts | None:
 
 
 def _random(target: Target) -> list[list[int]]:
-    room = min(_PLAIN, int(target.config.max_position_embeddings) - MAX_NEW_TOKENS)
+    room = min(_PLAIN, int(target.config.max_position_embeddings) - _ROOM)
     known = target.vocab_size if target.tokenizer is None else min(target.vocab_size, len(target.tokenizer))
     generator = torch.Generator().manual_seed(0)
     ids: list[list[int]] = torch.randint(known, (COUNT, max(1, room)), generator=generator).tolist()
@@ -105,7 +108,7 @@ def _random(target: Target) -> list[list[int]]:
 
 def _fitting(prompts: Iterable[list[int]], target: Target) -> list[list[int]]:
     """Up to `COUNT` different prompts that are short enough, evenly spread; the ends of some if all are too long."""
-    room = min(LONGEST, int(target.config.max_position_embeddings) - MAX_NEW_TOKENS)
+    room = min(LONGEST, int(target.config.max_position_embeddings) - _ROOM)
     different = [list(ids) for ids in dict.fromkeys(tuple(ids) for ids in prompts if ids)]
     if room < 1:
         return []
