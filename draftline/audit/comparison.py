@@ -247,7 +247,9 @@ class Judge:
             return torch.where(torch.cat([_ties(f) for f in forwards]), batch.target_ids[0].cpu(), own), None
         assert last is not None, "PackedBatch carries one of the two"
         with torch.no_grad():
-            logits = self.model.get_output_embeddings()(run.target.final_norm.forward(last[0])).cpu()
+            logits = self.model.get_output_embeddings()(
+                run.target.final_norm.forward(last[0].to(self.model.device))
+            ).cpu()
         return logits.argmax(-1), None if kept is None else kept[logits[:, kept].argmax(-1)]
 
     def _delivered(self, run: Run, batch: PackedBatch, forwards: Sequence[ReferenceForward]) -> None:

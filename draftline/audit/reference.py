@@ -198,12 +198,6 @@ def visible(query: int, key: int, key_block: int | None, place: BlockPlace, caus
     return window is None or query - key < window
 
 
-def naive_cross_entropy(logits: Tensor, labels: Sequence[int], weights: Sequence[float]) -> float:
-    """Sum of weight * -log softmax(logits)[label], in float64."""
-    log_probabilities = logits.double().log_softmax(-1)
-    return math.fsum(-w * float(log_probabilities[i, y]) for i, (y, w) in enumerate(zip(labels, weights, strict=True)))
-
-
 def naive_weights(block_size: int, gamma: float, first: int) -> list[float]:
     """exp(-(k - first) / gamma) for each slot; 0 before the first that predicts."""
     return [0.0 if k < first else math.exp(-(k - first) / gamma) for k in range(block_size)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -26,9 +25,7 @@ from draftline.audit.reference import (
     decoder_layers,
     model_forward,
     naive_anchors,
-    naive_cross_entropy,
     naive_slots,
-    naive_weights,
     target_forward,
     visible,
 )
@@ -65,12 +62,6 @@ def test_anchors_and_slots_of_a_hand_made_row() -> None:
     assert slots == [(0, 1, 3), (0, 2, 4), (1, 1, 4), (2, 1, 9), (2, 2, 10), (3, 1, 10)]
     every = naive_slots(samples, [2, 9], block_size=3, first=0)
     assert every == [(0, 0, 3), (0, 1, 4), (1, 0, 10)]
-
-
-def test_weights_and_cross_entropy_of_a_hand_made_case() -> None:
-    assert naive_weights(4, 2.0, 1) == [0.0, 1.0, math.exp(-0.5), math.exp(-1.0)]
-    logits = torch.log(torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.1, 0.8]]))
-    assert naive_cross_entropy(logits, [0, 2], [1.0, 2.0]) == pytest.approx(math.log(2) - 2 * math.log(0.8))
 
 
 @pytest.mark.parametrize("kind", SCALINGS)
