@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from draftline.train import step as step_module
 from tests.zoo.fault import shaped
 from tests.zoo.pipeline import Recipe, World, subject
 
-NO_DATA = Recipe(with_data=False)
+NO_DATA = Recipe(data="none")
 
 
 def _with_eos_as_mask(patch: pytest.MonkeyPatch) -> AuditSubject:
-    world = World.of(NO_DATA, patch)
+    world = World.of(NO_DATA, patch, Path())
     shaped(world, mask_token_id=2)
     return world.subject()
 
@@ -64,7 +65,7 @@ def test_code_that_raises_cannot_be_examined(monkeypatch: pytest.MonkeyPatch) ->
         raise IndexError("of no use")
 
     monkeypatch.setattr(step_module, "draw_anchors", broken)
-    report = run_audit(subject(NO_DATA), select=["DRF011", "DRF012"])
+    report = run_audit(subject(NO_DATA, Path()), select=["DRF011", "DRF012"])
     first = report.checks[0]
     assert (first.code, first.status, first.reason) == ("DRF011", "crashed", "IndexError: of no use")
     assert report.exit_status == 2
@@ -102,7 +103,7 @@ def test_nothing_left_to_check_is_refused() -> None:
 
 
 def test_an_audit_leaves_the_run_as_it_was() -> None:
-    audited = subject(NO_DATA)
+    audited = subject(NO_DATA, Path())
     before = {name: tensor.clone() for name, tensor in audited.draft_model.state_dict().items()}
     target_before = {name: tensor.clone() for name, tensor in audited.target.model.state_dict().items()}
     torch.manual_seed(4)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from draftline.audit import AuditReport, run_audit
 from draftline.audit.subject import AuditSubject
-from tests.zoo.fault import capturing, layer_part, on_model, with_last, with_states
+from draftline.records import HiddenStates
+from draftline.targets import loop as loop_module
+from draftline.targets.capture import HookCapture
+from tests.zoo.fault import layer_part, on_model
 from tests.zoo.pipeline import Recipe, World, qwen3
 
 FIVE = Recipe(
@@ -24,14 +29,16 @@ CODES = {"DRF001": "error", "TGT002": "error", "LOS003": "warning"}
 
 def version_5(patch: pytest.MonkeyPatch) -> AuditSubject:
     """One captured layer is split off for the training targets, and fc reads the other four."""
-    world = World.of(FIVE, patch)
+    world = World.of(FIVE, patch, Path())
     on_model(world, lambda model: setattr(model, "fc", nn.Linear(4 * 32, 32, bias=False)))
-    capturing(
-        world,
-        lambda item: with_last(
-            with_states(item, item.hidden_states_SLD[:, : 4 * 32]), lambda _: layer_part(item.hidden_states_SLD, 4)
-        ),
-    )
+    clean = HookCapture.get_hidden_states_packed
+
+    def split(capture: HookCapture, mask: Tensor) -> HiddenStates:
+        states = clean(capture, mask).hidden_states_packed
+        return HiddenStates(states[..., : 4 * 32], layer_part(states, 4))
+
+    patch.setattr(HookCapture, "get_hidden_states_packed", split)
+    patch.setattr(loop_module, "check_features", lambda _captured, _ids: None)  # which would refuse four for five
     return world.subject()
 
 
@@ -52,7 +59,7 @@ def test_allowed_findings_are_no_errors(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_masked_columns_are_found_as_well_as_a_narrow_fc(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World.of(FIVE, monkeypatch)
+    world = World.of(FIVE, monkeypatch, Path())
     mask = torch.ones(5 * 32)
     mask[4 * 32 :] = 0.0
     on_model(world, lambda model: model.fc.register_forward_pre_hook(lambda _module, args: (args[0] * mask,)))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
+from draftline.data.accounting import Accounting
+from draftline.data.prepare import Preparation
 from draftline.records import Sample
 from tests.zoo.fault import fault, packing, unchecked_data, with_samples
 from tests.zoo.pipeline import Recipe, World, chat_tokenizer
 
-CHAT = Recipe(chat=True)
+CHAT = Recipe(data="chats")
+ROWS = Recipe(data="rows")
 
 
 # Packing.
@@ -118,22 +122,31 @@ def _(world: World) -> None:
     with_samples(world, lambda s: Sample(s.sample_id, s.input_ids.repeat(20), s.loss_mask.repeat(20)))
 
 
-@fault("rows vanish without a reason", "B02", "DAT010")
+@fault("rows vanish without a reason", "B02", "DAT010", ROWS)
 def _(world: World) -> None:
-    world.report = {"rows_in": 1000, "rows_out": 10, "dropped": {"empty": {"count": 1, "first_line": 3}}}
+    clean = Preparation._keep
+
+    def keep(preparation: Preparation, raw: Any, *rest: Any) -> None:
+        if raw.line % 3:
+            clean(preparation, raw, *rest)
+
+    world.patch.setattr(Preparation, "_keep", keep)
+    world.patch.setattr(Accounting, "check", lambda _accounting: None)
 
 
-@fault("the template changed after the data was prepared", "B15", "DAT011", CHAT)
+@fault("the template changed after the data was prepared", "B15", "DAT011", ROWS)
 def _(world: World) -> None:
     tokenizer = world.target.require_tokenizer()
     tokenizer.chat_template = tokenizer.chat_template.replace("\n", "")
 
 
-@fault("data rendered with thinking, served without", "B99", "EVL007")
+@fault("data rendered with thinking, served without", "B99", "EVL007", ROWS)
 def _(world: World) -> None:
-    world.meta = {"template_options": {"enable_thinking": True}}
+    world.options = world.options.model_copy(update={"template_options": {"enable_thinking": True}})
 
 
-@fault("half of the answers think first", "W47", "EVL007")
+@fault("half of the answers think first", "W47", "EVL007", ROWS)
 def _(world: World) -> None:
-    world.report = {"thinking": {"with_reasoning": 50, "without_reasoning": 50}}
+    for row in world.rows[::2]:
+        answer = row["messages"][1]
+        answer["content"] = f"<think> Well. </think> {answer['content']}"

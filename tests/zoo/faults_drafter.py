@@ -334,14 +334,16 @@ def _unchecked_mask(world: World) -> None:
     world.patch.setattr(drafter_shape, "resolve_mask_token", lambda _target, wanted, _used: wanted)
 
 
-@fault("the mask token is eos", "B61", "DRF009", Recipe(settings={"drafter": {"mask_token_id": 2}}))
+@fault("the mask token is eos", "B61", "DRF009")
 def _(world: World) -> None:
     _unchecked_mask(world)
+    world.set("drafter", mask_token_id=2)
 
 
-@fault("the mask token is pad", "B61", "DRF009", Recipe(settings={"drafter": {"mask_token_id": 0}}))
+@fault("the mask token is pad", "B61", "DRF009")
 def _(world: World) -> None:
     _unchecked_mask(world)
+    world.set("drafter", mask_token_id=0)
 
 
 @fault("the mask token is past the table", "B62", "DRF009")

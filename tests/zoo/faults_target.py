@@ -34,14 +34,13 @@ from tests.zoo.fault import (
     with_last,
     with_states,
 )
-from tests.zoo.pipeline import SMALL, Recipe, World, gpt2, llama
+from tests.zoo.pipeline import SMALL, Recipe, World, gpt2, llama, qwen3
 
 ONE_LAYER = {"drafter": {"num_captured_layers": 1, "target_layer_ids": (1,)}}
 LAST_HIDDEN = {"pipeline": {"send": "last_hidden"}}
 ONE_LAST = Recipe(settings={**ONE_LAYER, **LAST_HIDDEN})
 LAST = Recipe(settings=LAST_HIDDEN)
 THREE = Recipe(settings={"drafter": {"num_captured_layers": 3, "target_layer_ids": (0, 1, 2)}})
-WITH_THE_LAST = Recipe(settings={"drafter": {"num_captured_layers": 2, "target_layer_ids": (0, 3)}})
 GEMMA = Recipe(target=Gemma2Config(**{**SMALL, "final_logit_softcapping": 3.0, "query_pre_attn_scalar": 16}))
 GPT2 = Recipe(target=gpt2())
 GRANITE = Recipe(target=GraniteConfig(**{**SMALL, "logits_scaling": 4.0, "embedding_multiplier": 3.0}))
@@ -478,12 +477,7 @@ def _(world: World) -> None:
 # The frozen target.
 
 
-@fault("the target requires gradients", "B87", "TGT010")
-def _(world: World) -> None:
-    world.target.model.requires_grad_(True)
-
-
-@fault("the target is in training mode", "B87", "TGT010")
+@fault("the target is in training mode", "B87", "TGT010", Recipe(target=qwen3(attention_dropout=0.2)))
 def _(world: World) -> None:
     world.target.model.train()
 
@@ -495,8 +489,9 @@ def _(world: World) -> None:
     )
 
 
-@fault("the last layer is an fc input", "B39", "TGT011", WITH_THE_LAST)
+@fault("the last layer is an fc input", "B39", "TGT011")
 def _(world: World) -> None:
+    world.set("drafter", target_layer_ids=(0, 3))
     for module in (drafter_shape, loop_module, capture_module):  # nobody refuses it
         world.patch.setattr(module, "check_target_layer_ids", lambda ids, _depth: tuple(ids))
 
@@ -506,11 +501,13 @@ def _(world: World) -> None:
     shaped(world, num_target_layers=2)
 
 
-@fault("hooks stay on the target", "B30", "TGT012")
+@fault("hooks stay on the target, and round what passes", "B30", "TGT012")
 def _(world: World) -> None:
-    def leave(capture: HookCapture, *_: object) -> None:
-        capture._handles.clear()
-        capture._clear()
-        capture._active.discard(capture._final_norm)
+    clean = HookCapture.__enter__
 
-    world.patch.setattr(HookCapture, "__exit__", leave)
+    def enter(capture: HookCapture) -> HookCapture:
+        for layer in capture._layers:
+            layer.register_forward_hook(lambda _module, _args, output: output.bfloat16().float())
+        return clean(capture)
+
+    world.patch.setattr(HookCapture, "__enter__", enter)

@@ -18,7 +18,7 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.train import checkpoint as checkpoint_module
 from draftline.train import step as step_module
 from draftline.train.checkpoint import TrainState
-from tests.zoo.fault import fault, losing, on_model, on_optimizer
+from tests.zoo.fault import fault, losing, on_frozen, on_model, on_optimizer
 from tests.zoo.pipeline import Recipe, World
 
 
@@ -283,6 +283,7 @@ def _(world: World) -> None:
 @fault("the target's weights in the optimiser", "B87", "OPT001")
 def _(world: World) -> None:
     embedding = world.target.embedding.requires_grad_(True)
+    on_frozen(world, lambda frozen: replace(frozen, embed=embedding))
     on_optimizer(world, lambda _model, made: made.add_param_group({"params": list(embedding.parameters())}))
 
 

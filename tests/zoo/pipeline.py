@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from dataclasses import dataclass, field, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -25,13 +28,12 @@ from transformers import (
 
 from draftline.audit.folders import subject_of_run
 from draftline.audit.life import MemoryConversations, drawn_data
-from draftline.audit.subject import AuditSubject, PreparedData
+from draftline.audit.subject import AuditSubject
 from draftline.config import RunConfig
-from draftline.data.conversations import hash_json
-from draftline.data.split import RunData
-from draftline.data.template import tokenizer_hash
+from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.split import RunData, choose_conversations
 from draftline.records import Sample
-from draftline.run import Run, assemble
+from draftline.run import Run, assemble, open_data
 from draftline.targets.model import Target, build_target
 
 VOCABULARY = 96
@@ -85,12 +87,16 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One pipeline: its target's configuration and the settings of the run."""
+    """What a run is made of: its target's configuration, its settings, its data.
+
+    Attributes:
+        data: `answers` that the target wrote to random tokens, `chats` in a template, `rows` of chats that go through
+            `prepare`, or `none` yet.
+    """
 
     target: PretrainedConfig = field(default_factory=qwen3)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    with_data: bool = True
-    chat: bool = False
+    data: Literal["answers", "chats", "rows", "none"] = "answers"
 
 
 REDUCED = Recipe(settings={"drafter": {"draft_vocab_size": 64}})
@@ -119,72 +125,84 @@ class World:
     Attributes:
         config: settings of the run.
         target: one live object, used by every run that is assembled from here.
-        samples: conversations to train on; none: there is no data yet.
+        samples: conversations to train on; none where there is no data yet, or rows are prepared.
         heldout: conversations to be measured with.
-        report, meta: what the prepared folder says of them.
+        rows: chats as a user has them, prepared when the run is assembled.
+        options: how they are prepared.
         patch: changes code until the end of the test.
+        folder: for prepared data.
     """
 
     config: RunConfig
     target: Target
     samples: list[Sample]
     heldout: list[Sample]
-    report: dict[str, Any]
-    meta: dict[str, Any]
+    rows: list[dict[str, Any]]
+    options: PrepareOptions
     patch: pytest.MonkeyPatch
+    folder: Path
 
     @staticmethod
-    def of(recipe: Recipe, patch: pytest.MonkeyPatch) -> World:
-        """A clean one."""
+    def of(recipe: Recipe, patch: pytest.MonkeyPatch, folder: Path) -> World:
+        """A clean one; the folder need not exist."""
         config, target = run_config(recipe.settings), small_target(recipe.target)
-        if recipe.chat:
+        if recipe.data in ("chats", "rows"):
             target = replace(target, tokenizer=chat_tokenizer())
-        data = _answers(target, recipe) or PreparedData([])
-        return World(config, target, [*data.samples], [*data.heldout], data.report, data.meta, patch)
-
-    @property
-    def data(self) -> RunData:
-        """The conversations, numbered anew."""
-        if not self.samples:
-            return drawn_data(self.target, self.config.drafter.mask_token_id)
-        numbered = [replace(sample, sample_id=i) for i, sample in enumerate([*self.samples, *self.heldout])]
-        conversations, ids = MemoryConversations(numbered, "zoo"), np.arange(len(numbered))
-        return RunData(conversations, ids[: len(self.samples)], conversations, ids[len(self.samples) :])
+        samples, heldout, rows = _data(target, recipe)
+        return World(config, target, [*samples], [*heldout], copy.deepcopy(rows), PrepareOptions(), patch, folder)
 
     def set(self, section: str, **values: object) -> None:
         """Change settings of one section."""
         part = getattr(self.config, section).model_copy(update=values)
         self.config = self.config.model_copy(update={section: part})
 
+    def data(self) -> RunData:
+        """The conversations, numbered anew, or prepared with the tokenizer as it was."""
+        if self.rows:
+            return self._prepared()
+        if not self.samples:
+            return drawn_data(self.target, self.config.drafter.mask_token_id)
+        numbered = [replace(sample, sample_id=i) for i, sample in enumerate([*self.samples, *self.heldout])]
+        conversations, ids = MemoryConversations(numbered, "zoo"), np.arange(len(numbered))
+        return RunData(conversations, ids[: len(self.samples)], conversations, ids[len(self.samples) :])
+
+    def _prepared(self) -> RunData:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = self.folder / "rows.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        prepare(chat_tokenizer(), [str(file)], self.folder / "data", self.options)
+        self.set("data", path=self.folder / "data", heldout_fraction=0.25)
+        return choose_conversations(self.config, *open_data(self.config))
+
     def assemble(self) -> Run:
         """A run, with everything that was planted."""
-        return assemble(self.config, self.target, self.data)
+        data = self.data()
+        return assemble(self.config, self.target, data)
 
     def subject(self) -> AuditSubject:
         """The same for an audit."""
-        if not self.samples:
-            return AuditSubject(self.assemble())
-        made = subject_of_run(self.assemble())
-        assert made.data is not None
-        return replace(made, data=replace(made.data, report=self.report, meta=self.meta))
+        run = self.assemble()
+        return subject_of_run(run) if self.rows or self.samples else AuditSubject(run)
 
 
-def subject(recipe: Recipe | None = None) -> AuditSubject:
+def subject(recipe: Recipe, folder: Path) -> AuditSubject:
     """A clean run for an audit."""
-    return World.of(recipe or Recipe(), pytest.MonkeyPatch()).subject()
+    return World.of(recipe, pytest.MonkeyPatch(), folder).subject()
 
 
-_ANSWERED: dict[str, PreparedData] = {}
-"""Answers by target: writing them takes longer than an audit."""
+Conversations = tuple[list[Sample], list[Sample], list[dict[str, Any]]]
+"""To train on, held out, and rows to be prepared."""
+
+_MADE: dict[str, Conversations] = {}
+"""By target: writing answers takes longer than an audit."""
 
 
-def _answers(target: Target, recipe: Recipe) -> PreparedData | None:
-    if not recipe.with_data:
-        return None
-    key = f"{recipe.chat} {recipe.target.to_json_string()}"
-    if key not in _ANSWERED:
-        _ANSWERED[key] = chats(target) if recipe.chat else own_answers(target)
-    return _ANSWERED[key]
+def _data(target: Target, recipe: Recipe) -> Conversations:
+    make = {"answers": own_answers, "chats": chats, "rows": chat_rows, "none": lambda _target: ([], [], [])}
+    key = f"{recipe.data} {recipe.target.to_json_string()}"
+    if key not in _MADE:
+        _MADE[key] = make[recipe.data](target)
+    return _MADE[key]
 
 
 @torch.no_grad()
@@ -198,13 +216,12 @@ def _answered(target: Target, prompts: Tensor, length: int, never: list[int]) ->
     return ids
 
 
-def own_answers(target: Target, count: int = 12) -> PreparedData:
+def own_answers(target: Target, count: int = 12) -> Conversations:
     """Conversations whose answers the target wrote greedily."""
     prompts = torch.randint(3, MASK, (count, 8), generator=torch.Generator().manual_seed(3))
     rows = _answered(target, prompts, 24, [MASK])
     samples = [Sample(index, ids, torch.arange(32) >= 8) for index, ids in enumerate(rows)]
-    heldout = samples[count - 2 :]
-    return PreparedData(samples[: count - 2], heldout, num_samples=count - 2, num_tokens=32 * (count - 2))
+    return samples[: count - 2], samples[count - 2 :], []
 
 
 CHAT_TEMPLATE = (
@@ -229,21 +246,37 @@ def chat_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def chats(target: Target, count: int = 8) -> PreparedData:
-    """Conversations in the template, answered by the target, each ended by the template's own token."""
+def _asked(target: Target, count: int) -> tuple[int, Tensor]:
+    """Tokens of a prompt, and [count, tokens] prompts in the template with the target's answers, not ended."""
     tokenizer = target.require_tokenizer()
     texts = [
-        tokenizer.apply_chat_template(
-            [{"role": "user", "content": f"Say {index}."}], tokenize=False, add_generation_prompt=True
-        )
-        for index in range(count)
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)
+        for text in _questions(count)
     ]
     prompts = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    rows = _answered(target, prompts, 14, [*range(4), MASK])
-    end = torch.tensor([tokenizer.convert_tokens_to_ids("<|im_end|>")])
+    return prompts.shape[1], _answered(target, prompts, 14, [*range(4), MASK])
+
+
+def _questions(count: int) -> list[str]:
+    return [f"Say {index}." for index in range(count)]
+
+
+def chats(target: Target, count: int = 8) -> Conversations:
+    """Conversations in the template, answered by the target, each ended by the template's own token."""
+    length, rows = _asked(target, count)
+    end = torch.tensor([target.require_tokenizer().convert_tokens_to_ids("<|im_end|>")])
     samples = [
-        Sample(index, torch.cat([ids, end]), torch.arange(len(ids) + 1) >= prompts.shape[1])
-        for index, ids in enumerate(rows)
+        Sample(index, torch.cat([ids, end]), torch.arange(len(ids) + 1) >= length) for index, ids in enumerate(rows)
     ]
-    meta = {"template_hash": hash_json(tokenizer.chat_template), "tokenizer_hash": tokenizer_hash(tokenizer)}
-    return PreparedData(samples, meta=meta, num_samples=count, num_tokens=sum(map(len, samples)))
+    return samples, [], []
+
+
+def chat_rows(target: Target, count: int = 8) -> Conversations:
+    """The same conversations as a user has them."""
+    length, rows = _asked(target, count)
+    answers = target.require_tokenizer().batch_decode(rows[:, length:])
+    messages = [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        for question, answer in zip(_questions(count), answers, strict=True)
+    ]
+    return [], [], [{"messages": each} for each in messages]

@@ -1,7 +1,8 @@
-"""Clean pipelines of many kinds give no finding at all."""
+"""Clean runs of many kinds give no finding at all."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,17 +77,18 @@ CLEAN: dict[str, Recipe] = {
     "labels from the data": Recipe(settings={"loss": {"labels": "data"}}),
     "divided by the weights": Recipe(settings={"loss": {"denominator": "weights"}}),
     "dense attention": Recipe(settings={"train": {"attention": "dense"}}),
-    "a chat template": Recipe(chat=True),
-    "no data yet": Recipe(with_data=False),
+    "a chat template": Recipe(data="chats"),
+    "chats that were prepared": Recipe(data="rows"),
+    "no data yet": Recipe(data="none"),
     "reduced vocabulary": REDUCED,
     "reduced vocabulary, anchor predicts": Recipe(settings=_drafter(draft_vocab_size=64, sample_from_anchor=True)),
-    "reduced vocabulary, a chat template": Recipe(settings=_drafter(draft_vocab_size=80), chat=True),
+    "reduced vocabulary, a chat template": Recipe(settings=_drafter(draft_vocab_size=80), data="chats"),
 }
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_a_clean_pipeline_gives_no_finding(name: str) -> None:
-    report = run_audit(subject(CLEAN[name]))
+def test_a_clean_run_gives_no_finding(name: str, tmp_path: Path) -> None:
+    report = run_audit(subject(CLEAN[name], tmp_path))
     assert [(finding.code, finding.evidence) for finding in report.findings] == []
     assert [(result.code, result.reason) for result in report.checks if result.status == "crashed"] == []
     assert report.exit_status == 0

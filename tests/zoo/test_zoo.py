@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -24,9 +25,11 @@ IDS = [f"{planted.code}-{planted.name}" for planted in ZOO]
 Record = Callable[[str, str], None]
 
 
-def audited(planted: Fault, patch: pytest.MonkeyPatch, record: Record, select: tuple[str, ...]) -> AuditReport:
+def audited(
+    planted: Fault, patch: pytest.MonkeyPatch, folder: Path, record: Record, select: tuple[str, ...]
+) -> AuditReport:
     """Plant a fault, audit, and note the row of the table."""
-    world = World.of(planted.recipe, patch)
+    world = World.of(planted.recipe, patch, folder)
     planted.plant(world)
     faulty = world.subject()
     started = time.perf_counter()
@@ -40,18 +43,18 @@ def audited(planted: Fault, patch: pytest.MonkeyPatch, record: Record, select: t
 
 @pytest.mark.parametrize("planted", ZOO, ids=IDS)
 def test_the_checks_of_its_area_report_the_fault(
-    planted: Fault, monkeypatch: pytest.MonkeyPatch, record_property: Record
+    planted: Fault, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, record_property: Record
 ) -> None:
-    report = audited(planted, monkeypatch, record_property, (planted.code[:3],))
+    report = audited(planted, monkeypatch, tmp_path, record_property, (planted.code[:3],))
     assert planted.code in [finding.code for finding in report.findings]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planted", ZOO, ids=IDS)
 def test_the_whole_audit_reports_the_fault(
-    planted: Fault, monkeypatch: pytest.MonkeyPatch, record_property: Record
+    planted: Fault, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, record_property: Record
 ) -> None:
-    report = audited(planted, monkeypatch, record_property, ())
+    report = audited(planted, monkeypatch, tmp_path, record_property, ())
     assert planted.code in [finding.code for finding in report.findings]
 
 
