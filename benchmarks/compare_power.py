@@ -32,12 +32,11 @@ import torch
 from torch import Tensor
 
 from draftline.compare import compare_groups
-from draftline.config import RunConfig, load_run_config
+from draftline.config import RunConfig, load_run_config, quickstart_recipe
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import RunData, choose_conversations
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine.process import intra_op_threads
-from draftline.recipes import quickstart
 from draftline.run import assemble, train, with_saved_threads
 from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
@@ -112,7 +111,7 @@ def train_pool(folder: Path, out: Path, seeds: dict[str, int]) -> None:
         f"data.path={json.dumps(str(folder))}",
         f"pipeline.states_path={json.dumps(str(out / 'states'))}",
     ]
-    config = load_run_config(None, settings, quickstart())
+    config = load_run_config(None, settings, quickstart_recipe())
     target = load_target(config.target)
     data = choose_conversations(config, PreparedDataset.open(folder), None)
     with intra_op_threads(1):

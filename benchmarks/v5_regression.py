@@ -38,13 +38,12 @@ from draftline.audit.folders import subject_to_come
 from draftline.audit.report import run_audit
 from draftline.compare import compare_groups
 from draftline.compare.curves import Estimate
-from draftline.config import RunConfig, load_run_config
+from draftline.config import RunConfig, find_recipe, load_run_config
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.engine.process import intra_op_threads
 from draftline.evaluate.acceptance import Acceptance, acceptance_interval, split_last_answer, teacher_forced_walk
 from draftline.evaluate.generate import generate
-from draftline.recipes import find_recipe
 from draftline.records import CapturedSample, Sample
 from draftline.run import Run, assemble
 from draftline.storage import write_text

@@ -1,7 +1,8 @@
 """Every setting of Draftline, each written once, with its unit and its default.
 
 A run is described by one `RunConfig`. It is read from YAML (`--config`), changed by `section.key=value` words on the
-command line, and saved, resolved, beside the weights. An unknown key is an error that names the nearest known one.
+command line, and saved, resolved, beside the weights. An unknown key is an error that names the nearest known one. A
+recipe is a function that gives a whole one, in which a few settings differ from their defaults.
 
 `DFlashConfig` is what the settings resolve to once the target is known: the complete shape of one drafter, with no
 default left open. It is what a checkpoint stores and what an export is written from.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -203,6 +204,59 @@ class RunConfig(Settings):
     optim: OptimConfig = OptimConfig()
     train: TrainConfig = TrainConfig()
     pipeline: PipelineConfig = PipelineConfig()
+
+
+def published_recipe() -> RunConfig:
+    """The recipe of the paper (arXiv 2602.06036), with blocks of 8: the defaults of every setting.
+
+    Meant for hundreds of thousands of answers of the target itself on accelerators.
+    """
+    return RunConfig()
+
+
+def quickstart_recipe() -> RunConfig:
+    """The embedded target: a three-layer drafter in about two minutes on two cores.
+
+    Short rows and few anchors give many small steps, which such a short run needs more than large ones; the start from
+    the target's layers is worth about as much again as the time that there is.
+    """
+    return RunConfig(
+        target=TargetConfig(name="tiny"),
+        drafter=DrafterConfig(num_layers=3, block_size=8, start_from="target_layers"),
+        optim=OptimConfig(learning_rate=3e-3, beta2=0.95),
+        train=TrainConfig(
+            max_steps=1100, num_anchors=12, tokens_per_row=512, log_every=20, eval_every=550, save_every=550
+        ),
+        pipeline=PipelineConfig(mode="threads"),
+    )
+
+
+def small_model_recipe() -> RunConfig:
+    """A target of about 100M parameters on a CPU, some hundred answers: hours, not days."""
+    return RunConfig(
+        drafter=DrafterConfig(num_layers=3, block_size=8),
+        optim=OptimConfig(learning_rate=1e-3),
+        train=TrainConfig(epochs=4, num_anchors=64, tokens_per_row=512, log_every=5, eval_every=400, save_every=100),
+    )
+
+
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "published": published_recipe,
+    "quickstart": quickstart_recipe,
+    "small-model": small_model_recipe,
+}
+"""Whole configurations by name: `draftline train --recipe small-model --target T --data D --out RUN`."""
+
+
+def find_recipe(name: str) -> RunConfig:
+    """A recipe by its name.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if name not in RECIPES:
+        raise ConfigError(f"{name!r} is not a recipe: use {', '.join(RECIPES)}")
+    return RECIPES[name]()
 
 
 class DFlashConfig(Settings):

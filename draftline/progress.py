@@ -11,10 +11,16 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
     from rich.table import Table
 
+OnProgress = Callable[[int, int], None]
+"""Called with the number done and the number of all: turns, samples."""
+
+OnReading = Callable[[int, int | None, int, int], None]
+"""Called with bytes read, all bytes (None if unknown), rows read and tokens written."""
+
 
 @contextmanager
-def counting(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Give a function to be called with the number done and the number of all."""
+def counting(what: str) -> Iterator[OnProgress]:
+    """A bar of things done."""
     from rich.progress import MofNCompleteColumn
 
     with _bar(MofNCompleteColumn()) as bar:
@@ -27,8 +33,8 @@ def counting(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def reading(what: str) -> Iterator[Callable[[int, int | None, int, int], None]]:
-    """Give a function to be called with bytes read, bytes of all if known, rows read and tokens written."""
+def reading(what: str) -> Iterator[OnReading]:
+    """A bar of bytes read."""
     from rich.progress import DownloadColumn, TextColumn
 
     with _bar(DownloadColumn(), TextColumn("{task.fields[rows]:,} rows, {task.fields[tokens]:,} tokens")) as bar:

@@ -1,15 +1,19 @@
-"""Writing so that whatever happens, what is on disk is the old state or the new one, never a half.
+"""Writing so that whatever happens, what is on disk is the old state or the new one, never a half, and nobody else's.
 
 Files and folders are written under a temporary name beside their place, synced to the disk, and renamed; a rename
 within one folder is atomic. Whatever the operating system refuses becomes a one-line `StorageError`.
+
+Where a command writes its results is checked before the work begins. A result may replace an older result, never a file
+that ends otherwise than results do, and never what the same command reads or writes besides.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +25,23 @@ from draftline.errors import StorageError
 TEMPORARY_PREFIX = ".unfinished-"
 """Names that a crash may leave behind; they are never read, and removed by `remove_leftovers`."""
 
+PICTURES = {".jpg", ".jpeg", ".svg", ".pdf", ".webp", ".gif", ".eps", ".tif", ".tiff"}
+"""What somebody might expect to get instead of a PNG file."""
 
-def check_unused(path: Path) -> None:
-    """Refuse a place for a new folder that is in use, before anything expensive happens.
+OWNED = {
+    "config.json",
+    "generation_config.json",
+    "meta.json",
+    "report.json",
+    "run.json",
+    "state.json",
+    "tokenizer.json",
+}
+"""JSON files that models, drafters, prepared data, runs and checkpoints consist of."""
+
+
+def unused_folder(path: Path) -> Path:
+    """A place for a new folder; refused if it is in use, before anything expensive happens.
 
     Raises:
         StorageError: it holds something, is a file, or is the current folder, which cannot be replaced.
@@ -34,6 +52,63 @@ def check_unused(path: Path) -> None:
         raise StorageError(f"{path} is not empty: delete it, or name another folder")
     if path.resolve() == Path.cwd():
         raise StorageError(f"{path} is the current folder, which cannot be replaced: name a new folder")
+    return path
+
+
+def new_json(path: Path | None) -> Path | None:
+    """A place for a JSON file, or a pipe; raises as `_new_file`."""
+    return _new_file(path, (".json",))
+
+
+def new_page(path: Path | None) -> Path | None:
+    """A place for a page; raises as `_new_file`."""
+    return _new_file(path, (".html", ".htm"))
+
+
+def new_pictures(path: Path | None) -> Path | None:
+    """A place for one PNG file, or a folder for several.
+
+    Raises:
+        StorageError: the name is that of another kind of picture, or nothing can be written there.
+    """
+    if path is None:
+        return None
+    if path.suffix.lower() in PICTURES:
+        raise StorageError(f"{path}: pictures are PNG files: name a .png file, or a folder for one file each")
+    check_writable(path if path.suffix.lower() == ".png" else path / "picture.png")
+    return path
+
+
+def keep_apart(written: Iterable[Path | None], read: Iterable[str | Path | None]) -> None:
+    """Refuse to write over what is read, and to write two results into one file.
+
+    Raises:
+        StorageError: naming the place.
+    """
+    read_places = {Path(place).resolve() for place in read if place}
+    places: set[Path] = set()
+    for path in written:
+        if path is None or is_stream(path):
+            continue
+        if path.resolve() in read_places:
+            raise StorageError(f"{path} is read by this command and would be replaced: name another file to write")
+        if path.resolve() in places:
+            raise StorageError(f"{path} is named for two results: give each its own file")
+        places.add(path.resolve())
+
+
+def _new_file(path: Path | None, suffixes: tuple[str, ...]) -> Path | None:
+    """Refuse a place that cannot be written, or that holds what is not a result of this kind."""
+    if path is None:
+        return None
+    if path.name == "-":
+        raise StorageError("- is not a file: name one; /dev/stdout puts the result behind the table")
+    check_writable(path)
+    if path.name in OWNED and path.exists():
+        raise StorageError(f"{path} belongs to what lies in {path.absolute().parent}: name another file")
+    if path.is_file() and not is_stream(path) and path.suffix.lower() not in (*suffixes, ""):
+        raise StorageError(f"{path} exists and is not a {suffixes[0]} file: name another file, so that it is not lost")
+    return path
 
 
 def check_writable(path: Path) -> None:
@@ -78,6 +153,19 @@ def storage_errors(path: Path) -> Iterator[None]:
         raise StorageError(
             f"{path} cannot be written ({reason_of(error)}): free space or choose another folder"
         ) from error
+
+
+def write_json(path: Path | None, value: Any) -> None:
+    """Write a result as JSON; nothing without a path."""
+    if path is not None:
+        write_file(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file, and the folders above it; raises as `write_bytes`."""
+    with storage_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(path, content.encode("utf-8") if isinstance(content, str) else content)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from draftline.commands.train import train_settings
 from draftline.config import load_run_config
 from draftline.errors import ConfigError
 from draftline.options import AuditCommand, Given
-from draftline.outputs import write_json
+from draftline.storage import write_json
 
 if TYPE_CHECKING:
     from draftline.audit.report import AuditReport

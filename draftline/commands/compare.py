@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from draftline.options import CompareCommand
-from draftline.outputs import keep_apart, write_file, write_json
+from draftline.storage import keep_apart, write_file, write_json
 
 
 def compare(options: CompareCommand) -> None:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from draftline.config import TargetConfig, read_api_key
 from draftline.errors import ConfigError
 from draftline.options import EvaluateCommand, EvaluationSettings, GenerateCommand, ServerMeasurement
-from draftline.outputs import keep_apart, write_json
 from draftline.progress import counting, say
+from draftline.storage import keep_apart, write_json
 
 if TYPE_CHECKING:
     from draftline.data.accounting import ChatMode

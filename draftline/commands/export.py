@@ -6,7 +6,7 @@ import sys
 
 from draftline.config import TargetConfig
 from draftline.options import ExportCommand, Given, ImportCommand
-from draftline.outputs import keep_apart, write_json
+from draftline.storage import keep_apart, write_json
 
 
 def export(options: ExportCommand) -> None:

@@ -14,10 +14,10 @@ from pydantic.fields import FieldInfo
 from draftline.config import Flag, Settings
 from draftline.errors import ConfigError
 from draftline.options import Word, Written
-from draftline.outputs import new_folder, new_json, new_page, new_pictures
+from draftline.storage import new_json, new_page, new_pictures, unused_folder
 
 PLACES: dict[str, Callable[[Any], Any]] = {
-    "folder": new_folder,
+    "folder": unused_folder,
     "json": new_json,
     "page": new_page,
     "pictures": new_pictures,

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from draftline.config import read_api_key
 from draftline.options import GenerationSettings, InspectCommand, PrepareCommand, PrepareOptions, ServerSettings
-from draftline.outputs import keep_apart, write_file, write_json
 from draftline.progress import counting, reading, say
+from draftline.storage import keep_apart, write_file, write_json
 
 if TYPE_CHECKING:
     from draftline.targets.model import Target

@@ -63,14 +63,14 @@ def run_quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
 
 
 def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
-    from draftline import recipes
+    from draftline.config import quickstart_recipe
     from draftline.data.prompts import read_prompts
     from draftline.formats.card import trained_mode
     from draftline.formats.exporting import export_drafter
     from draftline.run import train_run
     from draftline.targets.model import load_target, save_target
 
-    recipe = recipes.quickstart()
+    recipe = quickstart_recipe()
     say(f"1/5 target: {out / 'target'}")
     if not (out / "target").exists():
         save_target(load_target(recipe.target), out / "target")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from draftline.errors import ConfigError
 from draftline.options import ReportCommand
-from draftline.outputs import keep_apart, write_file
+from draftline.storage import keep_apart, write_file
 
 
 def report(options: ReportCommand) -> None:

@@ -40,7 +40,7 @@ def train_settings(
     Raises:
         ConfigError: a setting is unknown or out of range, or nothing says what the target is.
     """
-    from draftline.recipes import find_recipe
+    from draftline.config import find_recipe
     from draftline.train.run_folder import RunFolder
 
     saved = RunFolder(out).config() if resume and recipe is None else None

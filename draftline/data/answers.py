@@ -31,10 +31,8 @@ from draftline.data.conversations import (
     hash_json,
 )
 from draftline.errors import DataError
+from draftline.progress import OnProgress
 from draftline.storage import storage_errors
-
-Progress = Callable[[int, int], None]
-"""Called with answered turns and all turns."""
 
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
@@ -261,7 +259,7 @@ class Dialogue:
         return self._conversation.model_copy(update={"messages": tuple(self._history)})
 
 
-def counted(dialogues: Sequence[Dialogue], progress: Progress | None) -> Callable[[], None]:
+def counted(dialogues: Sequence[Dialogue], progress: OnProgress | None) -> Callable[[], None]:
     """A function that tells `progress`, if there is one, how many turns of the dialogues are answered by now."""
     total = sum(dialogue.remaining for dialogue in dialogues)
 

@@ -11,7 +11,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -48,6 +48,7 @@ from draftline.data.split import HeldoutPrompts
 from draftline.data.template import ChatTemplate, tokenizer_hash
 from draftline.errors import DataError, Interrupted, StorageError, TemplateError
 from draftline.options import PrepareOptions
+from draftline.progress import OnReading
 from draftline.records import Sample
 from draftline.storage import storage_errors
 
@@ -56,9 +57,6 @@ _SECONDS_BETWEEN_CHECKPOINTS = 5.0
 _QUOTING_REASONS = 20
 """Distinct messages of a template, a server, or role names that are counted apart; further ones together."""
 _ROLES = ("system", "user", "assistant", "tool")
-
-Progress = Callable[[int, int | None, int, int], None]
-"""Called with bytes read, all bytes (None if unknown), rows read and tokens written."""
 
 
 class Answerer(Protocol):
@@ -77,7 +75,7 @@ def prepare(
     out: Path,
     options: PrepareOptions,
     answerer: Answerer | None = None,
-    progress: Progress | None = None,
+    progress: OnReading | None = None,
 ) -> dict[str, Any]:
     """Prepare `data` into the folder `out`, and return the report that is also written there.
 
@@ -121,7 +119,7 @@ def prepare(
     return report
 
 
-def _go_through(preparation: Preparation, sources: Sequence[str | Path], progress: Progress | None) -> None:
+def _go_through(preparation: Preparation, sources: Sequence[str | Path], progress: OnReading | None) -> None:
     """Run to the end of the data, and refuse data that is not fit to be trained on."""
     try:
         preparation.run(sources, progress)
@@ -181,7 +179,7 @@ class Preparation:
         self.saved_rows = self.accounting.rows_in
         self.first_refusal = ""
 
-    def run(self, sources: Sequence[str | Path], progress: Progress | None) -> None:
+    def run(self, sources: Sequence[str | Path], progress: OnReading | None) -> None:
         """Go through all rows that the state does not have yet."""
         rows = islice(read_rows(sources, self.options.split), self.saved_rows, None)
         size = total_bytes(sources)

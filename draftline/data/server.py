@@ -14,11 +14,12 @@ from typing import Any
 
 import httpx
 
-from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answer_key, counted
+from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted
 from draftline.data.conversations import Conversation, Unusable
 from draftline.data.shapes import BadRow, parse_call
 from draftline.errors import ServerError
 from draftline.options import ServerSettings
+from draftline.progress import OnProgress
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 413, 422})
@@ -90,7 +91,7 @@ class ServerAnswers:
     store: AnswerStore
     endpoint: Endpoint
     settings: ServerSettings
-    progress: Progress | None = None
+    progress: OnProgress | None = None
     first_pause_s: float = _FIRST_PAUSE
 
     def identity(self) -> dict[str, Any]:

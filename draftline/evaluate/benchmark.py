@@ -6,7 +6,7 @@ All prompts are answered first, with the drafter and without; then turns are cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -44,10 +44,8 @@ from draftline.evaluate.result import (
     by_output_position,
 )
 from draftline.options import EvaluationSettings
+from draftline.progress import OnProgress
 from draftline.targets.model import Target, weights_fingerprint
-
-Progress = Callable[[int, int], None]
-"""Called with answered turns and all turns."""
 
 _UNDEFINED = (math.nan, math.nan)
 
@@ -59,7 +57,7 @@ def evaluate_prompts(
     settings: EvaluationSettings,
     *,
     trained_mode: ChatMode | None = None,
-    on_turn: Progress | None = None,
+    on_turn: OnProgress | None = None,
 ) -> EvaluationResult:
     """Answer prompts with and without the drafter.
 

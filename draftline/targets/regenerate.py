@@ -20,10 +20,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftline.data.answers import Answer, AnswerStore, Dialogue, Progress, answer_key, counted, make_answer
+from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted, make_answer
 from draftline.data.conversations import Conversation, Unusable
 from draftline.data.template import ChatTemplate, Refused
 from draftline.options import GenerationSettings
+from draftline.progress import OnProgress
 from draftline.records import Sample
 from draftline.targets.model import context_limit, stop_token_ids, weights_fingerprint
 
@@ -39,7 +40,7 @@ class TargetAnswers:
     tokenizer: PreTrainedTokenizerBase
     store: AnswerStore
     settings: GenerationSettings
-    progress: Progress | None = None
+    progress: OnProgress | None = None
 
     def identity(self) -> dict[str, Any]:
         """What determines the answers."""

@@ -21,7 +21,7 @@ _CHECKPOINT_COPIES = 3
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """Bytes, from shapes alone; activations of the drafter's layers come on top.
 
     Attributes:
@@ -55,7 +55,7 @@ class Estimate:
         )
 
 
-def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, longest: int) -> Estimate:
+def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, longest: int) -> RunEstimate:
     """Estimate a run.
 
     Args:
@@ -65,7 +65,7 @@ def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, lon
     with torch.device("meta"):
         parameters = sum(p.numel() for p in DFlashDraftModel(drafter).parameters())
     tokens = max(config.train.tokens_per_row, longest) * config.train.rows_per_step
-    return Estimate(
+    return RunEstimate(
         parameters=parameters,
         drafter_bytes=parameters * _WEIGHT_BYTES * _STEP_COPIES,
         row_bytes=tokens * len(drafter.target_layer_ids) * drafter.hidden_size * state_bytes,
@@ -76,7 +76,7 @@ def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, lon
     )
 
 
-def check_disk(folder: Path, estimate: Estimate) -> None:
+def check_disk(folder: Path, estimate: RunEstimate) -> None:
     """Refuse to start or continue a run whose checkpoints do not fit beside what else is on the disk.
 
     Raises:

@@ -23,7 +23,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from draftline.errors import CheckpointError
+from draftline.progress import OnProgress
 from draftline.records import CapturedSample, Sample, Samples
 from draftline.storage import TEMPORARY_PREFIX, reason_of, storage_errors, write_bytes, write_text
 from draftline.targets.loop import TargetForwardLoop
@@ -43,13 +44,10 @@ SAMPLES_PER_FILL = 32
 """Samples captured together. Fixed, because states depend in the last bit on what shares a forward: an interrupted and
 repeated fill must give what an uninterrupted one gives."""
 
-FORMAT = 2
+STORE_FORMAT = 2
 _MANIFEST, _STATES, _CHECKSUMS, _DONE = "manifest.json", "hidden_states.bin", "checksums.bin", "done.bin"
 _BESIDE = {"target_ids": "target_ids.bin", "last_hidden": "last_hidden.bin"}
 _REMEDY = "restore it from a copy, or delete the folder to capture the states again"
-
-Progress = Callable[[int, int], None]
-"""Called with samples done and samples of all."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ class StatesStore:
         self._starts = np.concatenate([[0], np.cumsum(lengths)])
         count, tokens, width = len(lengths), int(self._starts[-1]), identity.hidden_size
         dtype: torch.dtype = getattr(torch, identity.dtype)
-        self._manifest = json.loads(json.dumps({"format": FORMAT, **asdict(identity), "tokens": tokens}))
+        self._manifest = json.loads(json.dumps({"format": STORE_FORMAT, **asdict(identity), "tokens": tokens}))
         self._seed = zlib.crc32(json.dumps(self._manifest, sort_keys=True).encode())
         self._complete = self._check_manifest()
         states, beside = (tokens, len(identity.target_layer_ids) * width), (tokens, width)
@@ -187,9 +185,9 @@ class StatesStore:
             raise CheckpointError(f"{path} cannot be read ({reason_of(error)}): {_REMEDY}") from error
         if not isinstance(found, dict) or "format" not in found:
             raise CheckpointError(f"{path} does not say what the states are: {_REMEDY}")
-        if found["format"] != FORMAT:
+        if found["format"] != STORE_FORMAT:
             raise CheckpointError(
-                f"{path} has format {found['format']}, known here is {FORMAT}: delete the folder to capture the "
+                f"{path} has format {found['format']}, known here is {STORE_FORMAT}: delete the folder to capture the "
                 "states again, or use the version that wrote it"
             )
         for name in (*self._manifest, "complete"):
@@ -276,7 +274,7 @@ def loop_identity(loop: TargetForwardLoop, data: str) -> StoreIdentity:
 
 
 def fill_store(
-    store: StatesStore, loop: TargetForwardLoop, samples: Samples, on_progress: Progress | None = None
+    store: StatesStore, loop: TargetForwardLoop, samples: Samples, on_progress: OnProgress | None = None
 ) -> None:
     """Capture what a store lacks.
 

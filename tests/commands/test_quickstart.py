@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from draftline import recipes
 from draftline.commands import quickstart
-from draftline.config import load_run_config
+from draftline.config import load_run_config, quickstart_recipe
 from draftline.errors import ExportError, StorageError
 from draftline.formats import exporting
 from tests.commands.test_prepare import PROMPTS
 
 
 def test_an_interrupted_quickstart_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = load_run_config(None, ["train.max_steps=2"], recipes.quickstart())
+    recipe = load_run_config(None, ["train.max_steps=2"], quickstart_recipe())
     prompts = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
     (tmp_path / "prompts.jsonl").write_text(prompts)
-    monkeypatch.setattr("draftline.recipes.quickstart", lambda: recipe)
+    monkeypatch.setattr("draftline.config.quickstart_recipe", lambda: recipe)
     monkeypatch.setattr(quickstart, "embedded_prompts", lambda: tmp_path / "prompts.jsonl")
     monkeypatch.setattr(quickstart, "HELDOUT", 2)
     monkeypatch.setattr(quickstart, "ANSWER_TOKENS", 6)
