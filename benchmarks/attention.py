@@ -38,7 +38,9 @@ def random_tensors(layout: BlockLayout) -> list[Tensor]:
 
 def forward_backward(implementation: type[Attention], layout: BlockLayout, tensors: list[Tensor]) -> None:
     """Build the masks, attend, and take the gradient of every tensor."""
-    output = implementation(layout, KIND, len(layout.position_ids_S))(*tensors)
+    query, context_key, context_value, block_key, block_value = tensors
+    attend = implementation(layout, KIND, len(layout.position_ids_S))
+    output = attend(query, (context_key, context_value), (block_key, block_value))
     torch.autograd.grad(output.sum(), tensors)
 
 

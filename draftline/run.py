@@ -23,9 +23,9 @@ from draftline.data.dataset import PreparedDataset, open_data
 from draftline.data.sampler import Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.data.template import tokenizer_hash
-from draftline.data.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
+from draftline.draft.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import available_cores, intra_op_threads, stop_on_signals, threads_per_loop
 from draftline.engine.replicas import frozen_target, loop_targets

@@ -16,7 +16,7 @@ from draftline.audit.subject import NotApplicable, PreparedData
 from draftline.data.conversations import hash_json
 from draftline.data.render import decode
 from draftline.data.template import tokenizer_hash
-from draftline.data.vocabulary import count_supervised, coverage_of
+from draftline.draft.vocabulary import count_supervised, coverage_of
 from draftline.records import Sample
 from draftline.targets.regenerate import OWN_ANSWERS_AGREEMENT, measure_agreement
 

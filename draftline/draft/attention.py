@@ -11,7 +11,7 @@ is seen only if pos_q - pos_k < W. Nothing else. A query that sees nothing gives
 
 Each is built once per forward and layer kind (the mask is the same for all layers of a kind) and then called per
 layer with
-    query_QNH, context_key_SKH, context_value_SKH, block_key_QKH, block_value_QKH  ->  output_QNH
+    query_QNH, (context_key_SKH, context_value_SKH), (block_key_QKH, block_value_QKH)  ->  output_QNH
 where K is the number of key-value heads; position encodings are already applied.
 """
 
@@ -29,6 +29,9 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from draftline.errors import ConfigError
+
+KeysValues = tuple[Tensor, Tensor]
+"""Keys and values of the context or of the blocks, [T, K, H] each."""
 
 
 @dataclass(frozen=True)
@@ -89,16 +92,8 @@ class DenseAttention:
     def __init__(self, layout: BlockLayout, kind: LayerKind, context_length: int) -> None:
         self.visible_QK = dense_mask(layout, kind, context_length)
 
-    def __call__(
-        self,
-        query_QNH: Tensor,
-        context_key_SKH: Tensor,
-        context_value_SKH: Tensor,
-        block_key_QKH: Tensor,
-        block_value_QKH: Tensor,
-    ) -> Tensor:
-        key = torch.cat([context_key_SKH, block_key_QKH])
-        value = torch.cat([context_value_SKH, block_value_QKH])
+    def __call__(self, query_QNH: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
+        key, value = (torch.cat(pair) for pair in zip(context, block, strict=True))
         return _masked_attention(query_QNH, key, value, self.visible_QK)
 
 
@@ -118,19 +113,11 @@ class GroupedAttention:
         self.document_lengths = [end - start for start, end in itertools.pairwise([*starts, context_length])]
         self.document_of_start = {start: index for index, start in enumerate(starts)}
 
-    def __call__(
-        self,
-        query_QNH: Tensor,
-        context_key_SKH: Tensor,
-        context_value_SKH: Tensor,
-        block_key_QKH: Tensor,
-        block_value_QKH: Tensor,
-    ) -> Tensor:
+    def __call__(self, query_QNH: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
         if not self.groups:
             return query_QNH
-        document_keys = context_key_SKH.split(self.document_lengths)
-        document_values = context_value_SKH.split(self.document_lengths)
-        blocks = (tensor.split(self.slots_per_group) for tensor in (query_QNH, block_key_QKH, block_value_QKH))
+        document_keys, document_values = (tensor.split(self.document_lengths) for tensor in context)
+        blocks = (tensor.split(self.slots_per_group) for tensor in (query_QNH, *block))
         outputs = []
         for group, query, block_key, block_value in zip(self.groups, *blocks, strict=True):
             document = self.document_of_start[group.document_start]
@@ -156,16 +143,11 @@ class FlexAttention:
         self.padded_context = -(-context_length // 128) * 128
         self.mask = self._block_mask(padded, kind, valid_A)
 
-    def __call__(
-        self,
-        query_QNH: Tensor,
-        context_key_SKH: Tensor,
-        context_value_SKH: Tensor,
-        block_key_QKH: Tensor,
-        block_value_QKH: Tensor,
-    ) -> Tensor:
-        key = torch.cat([_pad(context_key_SKH, self.padded_context), _pad(block_key_QKH, self.padded_queries)])
-        value = torch.cat([_pad(context_value_SKH, self.padded_context), _pad(block_value_QKH, self.padded_queries)])
+    def __call__(self, query_QNH: Tensor, context: KeysValues, block: KeysValues) -> Tensor:
+        key, value = (
+            torch.cat([_pad(first, self.padded_context), _pad(second, self.padded_queries)])
+            for first, second in zip(context, block, strict=True)
+        )
         output = _on_cuda_compiled(flex_attention, query_QNH.is_cuda)(
             _heads_first(_pad(query_QNH, self.padded_queries)),
             _heads_first(key),

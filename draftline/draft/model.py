@@ -23,7 +23,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from draftline.config import DFlashConfig
-from draftline.draft.attention import Attention, BlockLayout, GroupedAttention, LayerKind
+from draftline.draft.attention import Attention, BlockLayout, GroupedAttention, KeysValues, LayerKind
 from draftline.draft.vocabulary import kept_ids_of, offsets_of
 from draftline.errors import ConfigError
 
@@ -78,16 +78,14 @@ class DFlashAttention(nn.Module):
         self.q_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
-    def keys_values(self, states_TD: Tensor, rotate: Rotation) -> tuple[Tensor, Tensor]:
+    def keys_values(self, states_TD: Tensor, rotate: Rotation) -> KeysValues:
         """Keys (normed, rotated) and values of context or block states, each [T, K, H]."""
         key_TKH = rotate(self.k_norm(self._split_heads(self.k_proj(states_TD))))
         return key_TKH, self._split_heads(self.v_proj(states_TD))
 
-    def forward(
-        self, block_QD: Tensor, context: tuple[Tensor, Tensor], rotate_block: Rotation, attend: Attention
-    ) -> Tensor:
+    def forward(self, block_QD: Tensor, context: KeysValues, rotate_block: Rotation, attend: Attention) -> Tensor:
         query_QNH = rotate_block(self.q_norm(self._split_heads(self.q_proj(block_QD))))
-        output_QNH = attend(query_QNH, *context, *self.keys_values(block_QD, rotate_block))
+        output_QNH = attend(query_QNH, context, self.keys_values(block_QD, rotate_block))
         return self.o_proj(output_QNH.flatten(1))
 
     def _split_heads(self, states: Tensor) -> Tensor:
@@ -108,9 +106,7 @@ class DFlashDecoderLayer(nn.Module):
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
-    def forward(
-        self, block_QD: Tensor, context: tuple[Tensor, Tensor], rotate_block: Rotation, attend: Attention
-    ) -> Tensor:
+    def forward(self, block_QD: Tensor, context: KeysValues, rotate_block: Rotation, attend: Attention) -> Tensor:
         block_QD = block_QD + self.self_attn(self.input_layernorm(block_QD), context, rotate_block, attend)
         return block_QD + self.mlp(self.post_attention_layernorm(block_QD))
 
@@ -125,7 +121,7 @@ class DraftCache:
     """
 
     length: int = 0
-    keys_values: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    keys_values: list[KeysValues] = field(default_factory=list)
 
 
 class DFlashDraftModel(nn.Module):
@@ -241,7 +237,7 @@ class DFlashDraftModel(nn.Module):
     def _run_blocks(
         self,
         block_QD: Tensor,
-        contexts: Iterator[tuple[Tensor, Tensor]],
+        contexts: Iterator[KeysValues],
         layout: BlockLayout,
         attention: type[Attention],
         context_length: int,

@@ -13,8 +13,8 @@ from draftline.audit.oracle import Conversation, Row, capture, split_row
 from draftline.config import RunConfig, load_run_config, sent_beside_states
 from draftline.data.sampler import RowPlan, Sampler
 from draftline.data.split import RunData
-from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.draft.block import FrozenTarget
+from draftline.draft.vocabulary import count_supervised, reduce_vocabulary
 from draftline.records import PackedBatch, Sample, Samples
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop

@@ -17,9 +17,9 @@ from draftline.audit.oracle import Conversation, Counts, Moment
 from draftline.config import LossConfig, OptimConfig, TrainConfig
 from draftline.data.sampler import RowPlan, Sampler, heldout_rows
 from draftline.data.split import split_heldout
-from draftline.data.vocabulary import count_supervised, reduce_vocabulary
 from draftline.draft.block import draw_anchors
 from draftline.draft.loss import StepMetrics
+from draftline.draft.vocabulary import count_supervised, reduce_vocabulary
 from draftline.train.checkpoint import read_checkpoint
 from draftline.train.log import metrics_record
 from draftline.train.optim import learning_rate, optimizer_tensors

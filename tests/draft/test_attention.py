@@ -45,8 +45,13 @@ def random_tensors(rng: random.Random, layout: BlockLayout, dtype: torch.dtype) 
     return [torch.randn(*shape, HEAD_DIM, generator=generator, dtype=dtype, requires_grad=True) for shape in shapes]
 
 
+def attended(attention: Attention, tensors: list[Tensor]) -> Tensor:
+    query, context_key, context_value, block_key, block_value = tensors
+    return attention(query, (context_key, context_value), (block_key, block_value))
+
+
 def output_and_gradients(attention: Attention, tensors: list[Tensor]) -> list[Tensor]:
-    output = attention(*tensors)
+    output = attended(attention, tensors)
     weight = torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output)
     return [output, *torch.autograd.grad((output * weight).sum(), tensors)]
 
@@ -124,8 +129,8 @@ def test_flex_equals_dense_forward(seed: int, monkeypatch: pytest.MonkeyPatch) -
     total = len(layout.position_ids_S)
     with torch.no_grad():
         tensors = random_tensors(rng, layout, torch.float32)
-        wanted = DenseAttention(layout, kind, total)(*tensors)
-        assert_close([FlexAttention(layout, kind, total)(*tensors)], [wanted], 1e-5)
+        wanted = attended(DenseAttention(layout, kind, total), tensors)
+        assert_close([attended(FlexAttention(layout, kind, total), tensors)], [wanted], 1e-5)
 
 
 @WITHOUT_COMPILATION
@@ -164,7 +169,7 @@ def test_first_token_as_anchor_sees_its_block_alone() -> None:
     layout = BlockLayout.of_row(torch.tensor([0]), torch.arange(3), block_size=2)
     tensors = random_tensors(random.Random(0), layout, torch.float64)
     tensors[3] = torch.zeros_like(tensors[3])
-    output = GroupedAttention(layout, LayerKind(causal=False, window=None), 3)(*tensors)
+    output = attended(GroupedAttention(layout, LayerKind(causal=False, window=None), 3), tensors)
     repeat = tensors[0].shape[1] // tensors[4].shape[1]
     assert torch.allclose(output[0], tensors[4].mean(dim=0).repeat_interleave(repeat, dim=0))
 
@@ -172,7 +177,7 @@ def test_first_token_as_anchor_sees_its_block_alone() -> None:
 def test_no_anchors_no_output() -> None:
     layout = BlockLayout.of_row(torch.zeros(0, dtype=torch.int64), torch.arange(3), block_size=2)
     tensors = random_tensors(random.Random(0), layout, torch.float32)
-    assert GroupedAttention(layout, LayerKind(causal=False, window=None), 3)(*tensors).shape[0] == 0
+    assert attended(GroupedAttention(layout, LayerKind(causal=False, window=None), 3), tensors).shape[0] == 0
 
 
 def test_auto_takes_flex_on_cuda_alone() -> None:

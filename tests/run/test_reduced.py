@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from draftline.audit.life import MemoryConversations
 from draftline.config import TargetConfig, load_run_config
-from draftline.data.vocabulary import count_supervised, reduce_vocabulary
+from draftline.draft.vocabulary import count_supervised, reduce_vocabulary
 from draftline.errors import CheckpointError, ConfigError
 from draftline.evaluate.generate import generate, generate_plain
 from draftline.formats.exporting import export_drafter

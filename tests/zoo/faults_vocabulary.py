@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from draftline import run as run_module
-from draftline.data.vocabulary import ReducedVocabulary
 from draftline.draft import model as model_module
 from draftline.draft.block import FrozenTarget
+from draftline.draft.vocabulary import ReducedVocabulary
 from draftline.evaluate import generate as generate_module
 from draftline.targets.head import ReducedHead
 from draftline.train.step import Drafter
