@@ -29,6 +29,7 @@ COMMANDS = {
     "generate": "evaluate",
     "export": "export",
     "import": "export",
+    "verify": "verify",
     "compare": "compare",
     "report": "report",
 }

@@ -395,6 +395,17 @@ class EvaluateCommand(Settings):
     json_file: JsonFile = None
 
 
+class VerifyCommand(Settings):
+    """Options of `draftline verify`."""
+
+    folder: Annotated[Path, Word()]
+    """Exported drafter, with its proof."""
+    server: ServerOptions
+    limit: int | None = Field(None, ge=1)
+    """Only the first prompts of the proof."""
+    json_file: JsonFile = None
+
+
 class GenerateCommand(Settings):
     """Options of `draftline generate`."""
 

@@ -78,7 +78,7 @@ class Reply:
     """One answer while it arrives.
 
     Attributes:
-        output_ids: with the stop token where the server sends it.
+        output_ids: with the stop token where the server sends it; none from a server that sends only text.
         text: as the server writes it, without the stop token.
         tokens: length of the output as the server counts it.
         finished: the server said that the answer is whole.
@@ -181,7 +181,7 @@ def _llama_request(model: str, input_ids: list[int], max_new_tokens: int) -> dic
 
 
 def _llama_read(event: dict[str, Any], reply: Reply) -> None:
-    reply.output_ids += event["tokens"]
+    reply.output_ids += event.get("tokens") or []
     reply.text += event["content"]
     reply.tokens = max(reply.tokens, len(reply.output_ids))
     if event["stop"]:
@@ -207,7 +207,7 @@ def _sglang_request(model: str, input_ids: list[int], max_new_tokens: int) -> di
 def _sglang_read(event: dict[str, Any], reply: Reply) -> None:
     """Every event repeats the answer from its beginning."""
     told = event["meta_info"]
-    reply.output_ids = list(event["output_ids"])
+    reply.output_ids = list(event.get("output_ids") or [])
     reply.text = event["text"]
     reply.tokens = told["completion_tokens"]
     reply.finished = bool(told.get("finish_reason"))

@@ -228,8 +228,8 @@ async def _evaluate(
             on_turn(done, total)
 
     async with endpoint.client(max(wanted.concurrency)) as client:
-        engine, model = await _find_engine(client, endpoint, wanted.model)
-        server = _Server(client, endpoint, engine, model)
+        engine, model = await find_engine(client, endpoint, wanted.model)
+        server = RunningServer(client, endpoint, engine, model)
         first = prompts[0].model_copy(update={"messages": slots[0][0]})
         await server.warm_up(render_prompt(tokenizer, first, {}))
         levels, turns = [], []
@@ -241,7 +241,7 @@ async def _evaluate(
     return ServerResult(engine.name, model, endpoint.url, levels, turns[0], server.notes)
 
 
-async def _find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: str | None) -> tuple[Engine, str]:
+async def find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: str | None) -> tuple[Engine, str]:
     """The program behind an address, and the name of the model there, from its list of models."""
     try:
         reply = await client.get(f"{endpoint.url}/models", timeout=_ANSWER_S)
@@ -275,37 +275,53 @@ async def _find_engine(client: httpx.AsyncClient, endpoint: Endpoint, wanted: st
     return engine, model
 
 
-class _Server:
-    """One server while it is measured."""
+class RunningServer:
+    """One server while it is asked.
+
+    Attributes:
+        engine: the program.
+        notes: what to know about its counts, one sentence each.
+    """
 
     def __init__(self, client: httpx.AsyncClient, endpoint: Endpoint, engine: Engine, model: str) -> None:
         self.engine = engine
         self.notes: list[str] = []
         self._client, self._endpoint, self._model = client, endpoint, model
 
-    async def warm_up(self, input_ids: list[int]) -> None:
+    async def warm_up(self, input_ids: Sequence[int]) -> None:
         """One answer that is not measured, and the question whether it was drafted.
 
         Raises:
             ServerError: it was not.
         """
-        before = await self.counts()
-        reply, _, _ = await self.ask(input_ids, _WARM_UP_TOKENS)
-        after = await self.counts_after(before, reply.tokens, answers=1)
-        if reply.tokens > 2 and reply.counts is None and not (after is not None and after.drafts):
-            raise ServerError(
-                f"the {self.engine.name} at {self._endpoint.url} counts no drafted tokens: "
-                f"it was started without a drafter; {self.engine.fix}"
-            )
+        if not await self.drafts(input_ids):
+            raise ServerError(f"the {self.engine.name} at {self._endpoint.url} {self.without_a_drafter}")
 
-    async def ask(self, input_ids: list[int], max_new_tokens: int) -> tuple[Reply, float, float]:
+    @property
+    def without_a_drafter(self) -> str:
+        """What is wrong with a server that does not draft, and how it is started so that it does."""
+        return f"counts no drafted tokens: it was started without a drafter; {self.engine.fix}"
+
+    async def drafts(self, input_ids: Sequence[int]) -> bool:
+        """Whether an answer, which is not measured, was drafted; true where it is too short to tell."""
+        before = await self.counts()
+        reply, _, _ = await self.ask(input_ids, _WARM_UP_TOKENS, text_is_enough=True)
+        after = await self.counts_after(before, reply.tokens or None, answers=1)
+        return 0 < reply.tokens <= 2 or reply.counts is not None or (after is not None and after.drafts > 0)
+
+    async def ask(
+        self, input_ids: Sequence[int], max_new_tokens: int, *, text_is_enough: bool = False
+    ) -> tuple[Reply, float, float]:
         """A whole answer, the seconds to its first token and to its last.
+
+        Args:
+            text_is_enough: take an answer without token ids, whose length is then unknown (0).
 
         Raises:
             ServerError: the request fails; it is not repeated, because a repetition would be measured too.
         """
         reply, first, last = Reply(), 0.0, 0.0
-        body = self.engine.request(self._model, input_ids, max_new_tokens)
+        body = self.engine.request(self._model, list(input_ids), max_new_tokens)
         started = time.perf_counter()
         try:
             async with self._client.stream("POST", self._endpoint.root + self.engine.path, json=body) as stream:
@@ -326,7 +342,7 @@ class _Server:
         except (LookupError, TypeError, ValueError) as error:
             reason = f"its answer is not understood, {type(error).__name__} {error}"
             raise ServerError(self._failed(reason)) from error
-        if not reply.tokens:
+        if not reply.tokens and not (text_is_enough and reply.text):
             raise ServerError(self._failed("its answer has no tokens"))
         if not reply.finished:
             raise ServerError(self._failed(f"its answer broke off after {reply.tokens} tokens"))
@@ -336,8 +352,10 @@ class _Server:
         """Refuse an answer in the tokens of another tokenizer: the prompts meant something else to its model.
 
         Raises:
-            ServerError: a token has no meaning in the target's.
+            ServerError: a token has no meaning in the target's, or there is only text.
         """
+        if not reply.output_ids:
+            raise ServerError(self._failed("it answers with text only, without token ids; update it"))
         strange = next((token for token in reply.output_ids if not 0 <= token < len(tokenizer)), None)
         if strange is not None:
             raise ServerError(
@@ -368,8 +386,13 @@ class _Server:
         except (LookupError, ValueError) as error:
             raise ServerError(self._failed(f"its counters are not understood, {error}")) from error
 
-    async def counts_after(self, before: DraftCounts | None, tokens: int, answers: int) -> DraftCounts | None:
+    async def counts_after(self, before: DraftCounts | None, tokens: int | None, answers: int) -> DraftCounts | None:
         """Counters once they hold `tokens` more than before, in so many answers; what was counted since then.
+
+        Args:
+            before: an earlier reading; None if the server keeps none.
+            tokens: of the answers; None where the server does not say how many, and then any are enough.
+            answers: how many.
 
         Raises:
             ServerError: they went back, or miss more than the first or last token of each answer.
@@ -382,11 +405,13 @@ class _Server:
             if now is None:
                 raise ServerError(self._failed("its counters are gone"))
             counted = now - before
-            if counted.tokens >= tokens or time.perf_counter() > deadline:
-                if counted.tokens < tokens - answers or counted.drafts < 0:
-                    shown = f"its counters show {counted.tokens} of {tokens} tokens"
+            wanted = answers if tokens is None else tokens
+            if counted.tokens >= wanted or time.perf_counter() > deadline:
+                if counted.tokens < wanted - answers or counted.drafts < 0:
+                    shown = f"its counters show {counted.tokens} of {wanted} tokens"
                     raise ServerError(self._failed(f"{shown}: it was restarted, or is one of several"))
-                self._check_strangers(counted, tokens)
+                if tokens is not None:
+                    self._check_strangers(counted, tokens)
                 return counted
             await asyncio.sleep(0.02)
 
@@ -400,7 +425,7 @@ class _Server:
 class _LevelRun:
     """All prompts once, so many at a time."""
 
-    server: _Server
+    server: RunningServer
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Conversation]
     max_new_tokens: int

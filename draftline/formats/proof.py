@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -262,15 +262,13 @@ def file_differences(proof: Proof, folder: Path, config: DFlashConfig) -> FileDi
     Raises:
         CheckpointError: the folder cannot be read.
     """
-    files = read_files(folder)
-    lines, notes, lossy = _tensor_differences(proof, files)
-    written, found = proof.shape, _shape(config)
-    lines += [
+    tensors, written, found = tensor_differences(proof, read_files(folder)), proof.shape, _shape(config)
+    settings = [
         f"config.json: {name} reads as {found[name]!r}, the proof has {written[name]!r}"
         for name in written
         if name in found and name not in _NOT_COMPUTED and found[name] != written[name]
     ]
-    return FileDifferences(lines, notes, lossy)
+    return replace(tensors, lines=[*tensors.lines, *settings])
 
 
 def replay_decoding(proof: Proof, folder: Path, target: Target) -> Replay:
@@ -350,7 +348,8 @@ def _until_enough(answers: Iterator[KeptAnswer]) -> Iterator[KeptAnswer]:
             return
 
 
-def _tensor_differences(proof: Proof, files: DrafterFiles) -> tuple[list[str], list[str], bool]:
+def tensor_differences(proof: Proof, files: DrafterFiles) -> FileDifferences:
+    """Compare the tensors of a folder with its proof."""
     lines = [f"{name} is missing" for name in sorted(proof.tensors.keys() - files.tensors.keys())]
     lines += [f"{name} is not in the proof" for name in sorted(files.tensors.keys() - proof.tensors.keys())]
     converted, lossy = [], []
@@ -377,7 +376,7 @@ def _tensor_differences(proof: Proof, files: DrafterFiles) -> tuple[list[str], l
             name, stored, before = names[0]
             others = f" and {len(names) - 1} others were" if len(names) > 1 else " was"
             notes.append(f"{name}{others} converted from {before} to {stored}: {effect}")
-    return lines, notes, bool(lossy)
+    return FileDifferences(lines, notes, bool(lossy))
 
 
 def _same_values(tensor: Tensor, written: ProvenTensor) -> bool:

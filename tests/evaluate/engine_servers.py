@@ -1,7 +1,8 @@
 """Local servers that answer in the shapes of vLLM 0.32, llama.cpp b11434 and SGLang 0.5, with a made-up drafter.
 
 An answer to a prompt of n tokens has 6 + n % 5 tokens unless it is cut; its forwards keep 2, 0, 3, 1, 3 drafted tokens
-of 3, and so on. Counters hold whole blocks, also where an answer ends inside one, as those programs count.
+of 3, and so on. Counters hold whole blocks, also where an answer ends inside one, as those programs count. `script`
+replaces that rule.
 """
 
 from __future__ import annotations
@@ -21,11 +22,16 @@ ACCEPTED = (2, 0, 3, 1, 3)
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens of an answer in the pieces they arrive in, the first alone, and what each later forward kept."""
+    """Tokens of an answer in the pieces they arrive in, the first alone, and what each later forward kept.
+
+    Attributes:
+        text: of all tokens; none: a word a token.
+    """
 
     pieces: list[list[int]]
     accepted: list[int]
     stopped: bool
+    text: str | None = None
 
     @property
     def output_ids(self) -> list[int]:
@@ -67,6 +73,8 @@ class EngineServer:
         self.strangers = 0
         self.most_events: int | None = None
         self.edit_metrics: Callable[[str], str] = str
+        self.script: Callable[[list[int], int], Answer] | None = None
+        self.text_only, self.drafted = False, DRAFTED
         self.at_once = self.most_at_once = 0
         self._accepted: list[int] = []
         self._tokens = 0
@@ -128,7 +136,7 @@ class EngineServer:
                 self.at_once -= 1
 
     def _take(self, prompt: list[int], limit: int) -> Answer:
-        answer = answer_to(prompt, limit, self.drafter)
+        answer = self.script(prompt, limit) if self.script else answer_to(prompt, limit, self.drafter)
         with self._lock:
             self.prompts.append(prompt)
             self._accepted += answer.accepted
@@ -145,9 +153,9 @@ class EngineServer:
             drafts = self._accepted if self.drafter else []
             spec = f"{prefix}spec_decode_num_"
             lines += [f"{spec}drafts_total{braces} {len(drafts)}.0"]
-            lines += [f"{spec}draft_tokens_total{braces} {DRAFTED * len(drafts)}.0"]
+            lines += [f"{spec}draft_tokens_total{braces} {self.drafted * len(drafts)}.0"]
             lines += [f"{spec}accepted_tokens_total{braces} {sum(drafts)}.0"]
-            for place in range(DRAFTED):
+            for place in range(self.drafted):
                 where = ",".join(filter(None, (labels, f'position="{place}"')))
                 count = sum(kept > place for kept in drafts)
                 lines.append(f"{spec}accepted_tokens_per_pos_total{{{where}}} {count}.0")
@@ -162,7 +170,8 @@ class EngineServer:
         for number, piece in enumerate(answer.pieces, start=1):
             last = number == len(answer.pieces)
             reason = ("stop" if answer.stopped else "length") if last else None
-            choice = {"index": 0, "text": _text(piece, answer, last), "finish_reason": reason, "token_ids": piece}
+            choice = {"index": 0, "text": _text(piece, answer, last), "finish_reason": reason}
+            choice |= {} if self.text_only else {"token_ids": piece}
             events.append({"id": "cmpl-1", "object": "text_completion", "choices": [choice], "usage": None})
         return events
 
@@ -170,12 +179,13 @@ class EngineServer:
         answer = self._take(request["prompt"], request["n_predict"])
         tokens = answer.output_ids
         events: list[dict[str, Any]] = [
-            {"index": 0, "content": _text([token], answer, place == len(tokens)), "tokens": [token], "stop": False}
+            {"index": 0, "content": _text([token], answer, place == len(tokens)), "stop": False}
+            | ({} if self.text_only else {"tokens": [token]})
             for place, token in enumerate(tokens, start=1)
         ]
         timings: dict[str, Any] = {"prompt_n": len(request["prompt"]), "predicted_n": len(tokens)}
         if self.drafter:
-            counted = {"draft_n": DRAFTED * len(answer.accepted), "draft_n_accepted": sum(answer.accepted)}
+            counted = {"draft_n": self.drafted * len(answer.accepted), "draft_n_accepted": sum(answer.accepted)}
             timings |= counted
         stop_type = "eos" if answer.stopped else "limit"
         end = {"index": 0, "content": "", "tokens": [], "stop": True, "stop_type": stop_type, "timings": timings}
@@ -191,13 +201,16 @@ class EngineServer:
             told: dict[str, Any] = {"id": "1", "finish_reason": finish, "completion_tokens": len(ids)}
             if last and self.drafter:
                 told["spec_verify_ct"] = len(answer.accepted)
-                told["spec_accept_histogram"] = [answer.accepted.count(kept) for kept in range(DRAFTED + 1)]
-            events.append({"text": _text(ids, answer, last), "output_ids": ids, "meta_info": told})
+                told["spec_accept_histogram"] = [answer.accepted.count(kept) for kept in range(self.drafted + 1)]
+            ids_told = {} if self.text_only else {"output_ids": ids}
+            events.append({"text": _text(ids, answer, last), "meta_info": told} | ids_told)
         return events
 
 
 def _text(ids: list[int], answer: Answer, last: bool) -> str:
-    """A word a token; the token that ends an answer has none."""
+    """A word a token; the token that ends an answer has none. A given text comes all at the end."""
+    if answer.text is not None:
+        return answer.text if last else ""
     return "".join(f"w{token} " for token in (ids[:-1] if last and answer.stopped else ids))
 
 
