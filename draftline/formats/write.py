@@ -88,15 +88,7 @@ def zlab_config(config: DFlashConfig, dtype: ExportDtype) -> dict[str, Any]:
             "sample_from_anchor": False,
             **_target_scales(config),
         },
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
+        **_sizes(config),
         "rope_theta": theta,
         "rope_scaling": scaling,
         "max_position_embeddings": config.max_position_embeddings,
@@ -241,9 +233,9 @@ def _reduced_head(
     return {"lm_head.weight": rows, "t2d": membership_of(draft_model.d2t.cpu(), draft_model.config.vocab_size)}
 
 
-def _layers(config: DFlashConfig) -> dict[str, Any]:
-    layers: dict[str, Any] = {
-        "model_type": "qwen3",
+def _sizes(config: DFlashConfig) -> dict[str, Any]:
+    """What both formats say in the same words."""
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -253,6 +245,13 @@ def _layers(config: DFlashConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
+    }
+
+
+def _layers(config: DFlashConfig) -> dict[str, Any]:
+    layers: dict[str, Any] = {
+        "model_type": "qwen3",
+        **_sizes(config),
         "max_position_embeddings": config.max_position_embeddings,
         "layer_types": list(config.layer_types),
         "attention_bias": False,

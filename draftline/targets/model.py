@@ -35,8 +35,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draftline.config import TargetConfig
-from draftline.errors import StorageError, TargetError, TemplateError
-from draftline.storage import new_folder
+from draftline.errors import TargetError, TemplateError
+from draftline.storage import new_folder, unused_folder
 from draftline.targets.head import TargetHead, TargetParts, build_head, find_parts, row_scale, text_config
 
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
@@ -204,10 +204,9 @@ def save_target(target: Target, folder: Path) -> None:
     """Write model and tokenizer as an ordinary folder in float32; the folder appears complete or not at all.
 
     Raises:
-        StorageError: the folder exists and is not empty, or cannot be written.
+        StorageError: the folder is in use, or cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise StorageError(f"{folder} exists and is not empty: delete it or choose another")
+    unused_folder(folder)
     model = target.model
     if model.dtype != torch.float32:
         model = copy.deepcopy(model).float()

@@ -138,7 +138,14 @@ class StateFile(TypedDict):
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """What a checkpoint says besides its tensors; see `Checkpoint`."""
+    """What a checkpoint says besides its tensors.
+
+    Attributes:
+        state: progress.
+        run_config: settings of the run.
+        drafter_config: complete shape of the drafter.
+        data_fingerprint: of the prepared training data.
+    """
 
     state: TrainState
     run_config: RunConfig
@@ -147,26 +154,18 @@ class CheckpointRecord:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(CheckpointRecord):
     """A run at one moment.
 
     Attributes:
         weights: the drafter's parameters by name.
         moments: the optimiser's tensors, as `optim.optimizer_tensors` names them.
         random: states of torch's generators, see `random_states`.
-        state: progress.
-        run_config: settings of the run.
-        drafter_config: complete shape of the drafter.
-        data_fingerprint: of the prepared training data.
     """
 
     weights: dict[str, Tensor]
     moments: dict[str, Tensor]
     random: dict[str, Tensor]
-    state: TrainState
-    run_config: RunConfig
-    drafter_config: DFlashConfig
-    data_fingerprint: str
 
 
 def write_checkpoint(folder: Path, checkpoint: Checkpoint) -> None:
@@ -197,16 +196,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: it is not a checkpoint, of another version, incomplete, or damaged.
     """
     record, checksums = read_record(folder), read_state(folder)["sha256"]
-    weights, moments, random = (_read_tensors(folder, name, checksums[name]) for name in _TENSOR_FILES)
-    return Checkpoint(
-        weights=weights,
-        moments=moments,
-        random=random,
-        state=record.state,
-        run_config=record.run_config,
-        drafter_config=record.drafter_config,
-        data_fingerprint=record.data_fingerprint,
-    )
+    tensors = (_read_tensors(folder, name, checksums[name]) for name in _TENSOR_FILES)
+    return Checkpoint(record.state, record.run_config, record.drafter_config, record.data_fingerprint, *tensors)
 
 
 def read_record(folder: Path) -> CheckpointRecord:

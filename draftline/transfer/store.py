@@ -91,7 +91,7 @@ class StatesStore:
         dtype: torch.dtype = getattr(torch, identity.dtype)
         self._manifest = json.loads(json.dumps({"format": STORE_FORMAT, **asdict(identity), "tokens": tokens}))
         self._seed = zlib.crc32(json.dumps(self._manifest, sort_keys=True).encode())
-        self._complete = self._check_manifest()
+        self._complete = self._open_manifest()
         states, beside = (tokens, len(identity.target_layer_ids) * width), (tokens, width)
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {_STATES: (states, dtype)}
         shapes[_BESIDE[identity.send]] = (beside, dtype) if identity.send == "last_hidden" else ((tokens,), torch.int64)
@@ -170,8 +170,8 @@ class StatesStore:
         seed = zlib.crc32(number.to_bytes(8, "little"), self._seed)
         return zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().data, seed)
 
-    def _check_manifest(self) -> bool:
-        """Whether the states are complete, as the manifest says; it is begun in an empty folder."""
+    def _open_manifest(self) -> bool:
+        """Read the manifest, or begin it in an empty folder; true if it says that the states are complete."""
         path = self.folder / _MANIFEST
         if not path.exists():
             if self.folder.is_dir() and any(not p.name.startswith(TEMPORARY_PREFIX) for p in self.folder.iterdir()):

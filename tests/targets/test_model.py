@@ -77,7 +77,7 @@ def test_a_half_precision_target_is_written_in_float32(tmp_path: Path) -> None:
 def test_a_folder_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "thesis.txt").write_text("mine")
-    with pytest.raises(StorageError, match="exists and is not empty: delete it or choose another"):
+    with pytest.raises(StorageError, match="is not empty: delete it, or name another folder"):
         save_target(build_target("llama", tiny("llama"), None), tmp_path / "target")
     assert [path.name for path in tmp_path.rglob("*")] == ["target", "thesis.txt"]
 
