@@ -6,7 +6,8 @@
 `make serve-check` builds the environment and calls this. Compared are the output tokens and the number of forwards of
 the target, answer by answer, in float32: a wrong mask moves a mean acceptance by 2 %, but it moves counts on most
 answers. Clients: vLLM in process and as a server, both with both export formats, and llama.cpp's server where one is
-given. Exit status 1 if a client gives another output (but for ties) or another count on more than one answer in 20.
+given; each server is also asked by `draftline verify`. Exit status 1 if a client gives another output (but for ties) or
+another count on more than one answer in 20, or if a server is not found to serve what was trained.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 from draftline.commands.evaluate import drafter_for, evaluate_at_server, evaluate_drafter
+from draftline.commands.verify import verify_folder
 from draftline.config import TargetConfig
 from draftline.data.prompts import read_prompts
 from draftline.data.server import Endpoint
@@ -60,7 +62,11 @@ LLAMA_ENVIRONMENT = {"LLAMA_ARG_THREADS": "1"}
 
 @dataclass(frozen=True)
 class Row:
-    """One client: on how many answers it agrees with Draftline, and its forwards over all."""
+    """One client: on how many answers it agrees with Draftline, and its forwards over all.
+
+    Attributes:
+        verdict: of `draftline verify`, yes or no; None for clients that are not a server.
+    """
 
     client: str
     answers: int
@@ -69,12 +75,14 @@ class Row:
     forwards: int
     expected: int
     ties: list[str]
+    verdict: bool | None = None
 
     @property
     def good(self) -> bool:
-        """Whether all outputs are equal or ties, and at most one answer in 20 took another number of forwards."""
+        """Whether all outputs are equal or ties, at most one answer in 20 took other forwards, and no verdict is no."""
         wanted = self.answers - self.answers // 20
-        return self.same_output + len(self.ties) >= self.answers and self.same_forwards >= wanted
+        same = self.same_output + len(self.ties) >= self.answers and self.same_forwards >= wanted
+        return same and self.verdict is not False
 
 
 @dataclass(frozen=True)
@@ -114,13 +122,15 @@ class Check:
             ties,
         )
 
-    def at_server(self, client: str, url: str) -> Row:
-        """Measure a running server with `draftline evaluate --base-url`'s own function."""
+    def at_server(self, client: str, url: str, drafter: Path) -> Row:
+        """Measure a running server as `draftline evaluate --base-url` does, and ask it as `draftline verify` does."""
         wanted = ServerMeasurement(model=None, max_new_tokens=self.max_new_tokens, concurrency=(1,))
         config = TargetConfig(name=str(self.target_folder))
         asked = read_prompts([str(self.prompts)], self.limit)
         result = evaluate_at_server(Endpoint(url), config, asked, wanted)
-        return self.row(client, result.to_json()["per_prompt"])
+        verdict = verify_folder(drafter, Endpoint(url))
+        print(f"{client}: {verdict.sentence()}", file=sys.stderr)
+        return replace(self.row(client, result.to_json()["per_prompt"]), verdict=verdict.served_as_trained)
 
 
 def main() -> int:
@@ -199,7 +209,7 @@ def _vllm_server(check: Check, python: Path, form: str, printed: str) -> Row:
     assert words[:2] == ["vllm", "serve"], printed
     command = [str(python), str(SCRIPTS / "vllm_fix.py"), *words[1:], "--enforce-eager"]
     with _serving(command, check.out / f"vllm-server-{form}.log", {**os.environ, **VLLM_ENVIRONMENT}) as url:
-        return check.at_server(f"vLLM server, {form} format", url)
+        return check.at_server(f"vLLM server, {form} format", url, check.out / form)
 
 
 def _llama_server(check: Check, words: argparse.Namespace) -> list[Row]:
@@ -225,7 +235,7 @@ def _llama_server(check: Check, words: argparse.Namespace) -> list[Row]:
             subprocess.run([*converter, *command[2:]], cwd=check.out, stdout=log, stderr=log, check=True)
     environment = {**os.environ, **LLAMA_ENVIRONMENT}
     with _serving([str(server), *commands[-1][1:]], check.out / "llama-server.log", environment, check.out) as url:
-        return [check.at_server("llama.cpp server, z-lab format", url)]
+        return [check.at_server("llama.cpp server, z-lab format", url, folder)]
 
 
 @contextmanager
@@ -268,10 +278,11 @@ def _versions(python: Path) -> dict[str, str]:
 
 
 def _show(rows: Sequence[Row]) -> None:
-    table = Table("client", "outputs equal", "forwards equal", "forwards", "of Draftline", "ties")
+    table = Table("client", "outputs equal", "forwards equal", "forwards", "of Draftline", "ties", "verify")
     for row in rows:
         outputs, equal = f"{row.same_output} of {row.answers}", f"{row.same_forwards} of {row.answers}"
-        table.add_row(row.client, outputs, equal, str(row.forwards), str(row.expected), "; ".join(row.ties))
+        verdict = "" if row.verdict is None else "yes" if row.verdict else "no"
+        table.add_row(row.client, outputs, equal, str(row.forwards), str(row.expected), "; ".join(row.ties), verdict)
     Console().print(table)
 
 
