@@ -14,7 +14,7 @@ from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids
 from draftline.audit.subject import NotApplicable, PreparedData
 from draftline.data.conversations import hash_json
-from draftline.data.render import decode
+from draftline.data.render import decoded_text
 from draftline.data.template import tokenizer_hash
 from draftline.draft.vocabulary import count_supervised, coverage_of
 from draftline.records import Sample
@@ -310,9 +310,9 @@ def _follows(probe: Probe, sample: Sample, place: int, header: list[int]) -> boo
     if not ids or ids[-len(header) :] == header:
         return bool(ids)
     tokenizer = probe.subject.target.require_tokenizer()
-    text, written = decode(tokenizer, ids), decode(tokenizer, header)
+    text, written = decoded_text(tokenizer, ids), decoded_text(tokenizer, header)
     end = text.rfind(written) + len(written)
-    return written in text and end > len(decode(tokenizer, ids[:-1]))
+    return written in text and end > len(decoded_text(tokenizer, ids[:-1]))
 
 
 def _rendered(probe: Probe, answer: str | None, question: str = "Name a colour.", **given: Any) -> list[int]:

@@ -87,12 +87,12 @@ def inspect(options: InspectCommand) -> None:
     """Show conversations with their supervised tokens marked, and a block drawn."""
     from rich.console import Console
 
-    from draftline.data.inspect import as_text, inspect_dataset, page_values
+    from draftline.data.inspect import conversations_text, inspect_dataset, page_values
     from draftline.page.frame import render
 
     views = inspect_dataset(options.folder, count=options.count, block_size=options.block_size)
     console = Console()
-    console.print(as_text(views, color=console.is_terminal))
+    console.print(conversations_text(views, color=console.is_terminal))
     write_json(options.json_file, [view.as_json() for view in views])
     if options.html is not None:
         values = page_values(options.folder, views)

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from draftline.evaluate.result import EvaluationResult
     from draftline.run import RunResult
 
-HELDOUT = 40
+HELDOUT_PROMPTS = 40
 """Prompts of the embedded target that are kept out of training."""
 
-ANSWER_TOKENS = 160
+LONGEST_ANSWER = 160
 
 LEAVES = {"target", "data", "run", "drafter", "heldout.jsonl", "evaluate.json"}
 """Names in a quickstart's folder."""
@@ -78,8 +78,8 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     target = load_target(stored)
 
     say(f"2/5 the target answers the prompts: {out / 'data'}")
-    options = PrepareOptions(heldout=HELDOUT)
-    answers = GenerationSettings(max_new_tokens=ANSWER_TOKENS, batch_size=64)
+    options = PrepareOptions(heldout=HELDOUT_PROMPTS)
+    answers = GenerationSettings(max_new_tokens=LONGEST_ANSWER, batch_size=64)
     answer_and_prepare(target, [str(embedded_prompts())], out / "data", options, answers)
     heldout_prompts = (out / "data" / "heldout" / "prompts.jsonl").read_text(encoding="utf-8")
     write_text(out / "heldout.jsonl", heldout_prompts)
@@ -94,7 +94,7 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
 
     say(f"5/5 measuring on held-out prompts: {out / 'evaluate.json'}")
     drafter, prompts = drafter_for(target, out / "drafter"), read_prompts([str(out / "heldout.jsonl")])
-    settings = EvaluationSettings(max_new_tokens=ANSWER_TOKENS)
+    settings = EvaluationSettings(max_new_tokens=LONGEST_ANSWER)
     folder = out / "drafter"
     result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(folder), folder)
     write_text(out / "evaluate.json", json.dumps(result.to_json(), indent=2) + "\n")

@@ -12,7 +12,7 @@ from draftline.config import flatten
 
 Area = Literal["configuration", "data", "target and drafter", "environment"]
 
-AREAS: Mapping[str, Area] = {
+AREA_OF_KEY: Mapping[str, Area] = {
     "config": "configuration",
     "data": "data",
     "target": "target and drafter",
@@ -71,11 +71,11 @@ class Identities:
         return Identities(tuple(groups), facts)
 
     def differences(self) -> tuple[Difference, ...]:
-        """Everything in which two groups differ, in the order of `AREAS`; nothing of a group without any run.json."""
+        """All in which two groups differ, in the order of `AREA_OF_KEY`; nothing of a group without any run.json."""
         known = [any(group) for group in self.facts]
         keys = list(dict.fromkeys(key for group in self.facts for run in group for key in run))
         found = [Difference(_area(key), key, tuple(self._values(group, key) for group in self.facts)) for key in keys]
-        order = list(dict.fromkeys(AREAS.values()))
+        order = list(dict.fromkeys(AREA_OF_KEY.values()))
         differing = [item for item in found if len({v for v, said in zip(item.values, known, strict=True) if said}) > 1]
         return tuple(sorted(differing, key=lambda item: order.index(item.area)))
 
@@ -126,7 +126,7 @@ class Identities:
 
 def _facts(identity: Mapping[str, Any]) -> dict[str, str]:
     """Flat key -> JSON text; of the sessions only how the last one ran."""
-    tree: dict[str, Any] = {key: identity[key] for key in AREAS if key in identity}
+    tree: dict[str, Any] = {key: identity[key] for key in AREA_OF_KEY if key in identity}
     sessions = identity.get("sessions") or [{}]
     known = ("cores", "threads_per_loop", "allowed")
     tree["session"] = {key: sessions[-1][key] for key in known if key in sessions[-1]}
@@ -145,7 +145,7 @@ def _heldout_seed(run: Mapping[str, str]) -> str | None:
 
 
 def _area(key: str) -> Area:
-    return AREAS[key.partition(".")[0]]
+    return AREA_OF_KEY[key.partition(".")[0]]
 
 
 def _short(key: str) -> str:

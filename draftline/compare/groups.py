@@ -29,11 +29,11 @@ from draftline.errors import ConfigError, DataError
 from draftline.options import CompareSettings
 from draftline.storage import without_nan
 
-Verdict = Literal["better", "same", "worse"]
+Judgement = Literal["better", "same", "worse"]
 
 Bound = Literal["exactly", "at least", "at most"]
 
-HELDOUT = ("heldout_accuracy", "heldout_streak", "heldout_teacher_forced_acceptance_length", "heldout_loss")
+HELDOUT_METRICS = ("heldout_accuracy", "heldout_streak", "heldout_teacher_forced_acceptance_length", "heldout_loss")
 TRAINING = ("accuracy", "streak", "loss")
 """Values compared where both sides have them, the first one for the verdict. Held-out ones, if any, are enough."""
 
@@ -146,7 +146,7 @@ class Pair:
 
     baseline: str
     candidate: str
-    verdict: Verdict | None
+    verdict: Judgement | None
     decided: bool
     reason: str
     metric: str | None
@@ -311,7 +311,7 @@ def _choose(
     for run in every:
         if wanted and not set(wanted) & set(run.names):
             raise DataError(f"{run.path} has no {' or '.join(wanted)}: it has {_listed(run.names)}")
-    known = [name for name in HELDOUT if name in common]
+    known = [name for name in HELDOUT_METRICS if name in common]
     if not (known and _meet(every, known[0])):
         if known and not wanted:
             notes.append("The runs were never evaluated in a common stretch of steps: training values are compared")
@@ -479,7 +479,7 @@ def _speed(baseline: Sequence[Trajectory], candidate: Sequence[Trajectory]) -> S
     return Speed(float(np.mean(below)), float(np.mean(above)), ratio_of_places(above, below))
 
 
-def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, bool, str]:
+def _judge(found: MetricComparison, margin: float) -> tuple[Judgement | None, bool, str]:
     """The verdict, whether it is decided, and its sentence; no verdict without an interval.
 
     Raises:
@@ -497,7 +497,7 @@ def _judge(found: MetricComparison, margin: float) -> tuple[Verdict | None, bool
         fix = "measure more often (train.eval_every), or give several runs a side"
         return None, False, f"{where} is {_change(ratio.value)}, but {unsure}; {fix}."
     above, below = low > 1 + margin, high < 1 - margin
-    verdict: Verdict = "same" if not (above or below) else "better" if above == found.rising else "worse"
+    verdict: Judgement = "same" if not (above or below) else "better" if above == found.rising else "worse"
     sure = f"95 % interval {_change(low)} to {_change(high)}, from {_BASES[ratio.basis]}"
     decided = verdict != "same" or (1 - margin <= low and high <= 1 + margin)
     if verdict != "same":

@@ -16,13 +16,12 @@ from draftline.compare.curves import Curve, Estimate
 from draftline.compare.groups import Comparison, Pair, SamePlace, Sooner
 from draftline.compare.trajectory import AXES, Axis
 from draftline.errors import DataError
-from draftline.page.chart import Chart, hue, number
-from draftline.page.chart import Curve as Line
+from draftline.page.chart import Chart, ChartCurve, hue, number
 from draftline.page.frame import render
 from draftline.progress import table
 from draftline.train.log import FloatArray
 
-SECTIONS = [
+COMPARISON_SECTIONS = [
     ("curves", "Curves"),
     ("place", "At the same place"),
     ("value", "At the same value"),
@@ -74,7 +73,7 @@ def as_page(comparison: Comparison) -> str:
         "runs": [[name, ", ".join(map(str, paths))] for name, paths in comparison.groups.items()],
     }
     title = f"{comparison.pairs[0].baseline} against {', '.join(pair.candidate for pair in comparison.pairs)}"
-    return render("compare.html", title=title, sections=SECTIONS, context=context)
+    return render("compare.html", title=title, sections=COMPARISON_SECTIONS, context=context)
 
 
 def as_pictures(comparison: Comparison, place: Path) -> dict[Path, bytes]:
@@ -204,7 +203,7 @@ def _chart(comparison: Comparison, metric: str, axis: Axis) -> Chart:
     for place, (name, curves) in enumerate(comparison.curves[metric].items()):
         x, y, low, high = _mean_curve(curves, axis)
         band = (low, high) if len(curves) > 1 else None
-        lines.append(Line(name, x, y, hue(place), band=band, marks=len(curves) == 1))
+        lines.append(ChartCurve(name, x, y, hue(place), band=band, marks=len(curves) == 1))
     several = any(len(curves) > 1 for curves in comparison.curves[metric].values())
     note = "Lines: means of the runs of a group; bands: lowest to highest run." if several else ""
     return Chart(metric, lines, x_name=BETWEEN[axis], from_zero=False, note=note)

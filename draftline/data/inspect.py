@@ -14,7 +14,7 @@ from rich.text import Text
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from draftline.data.dataset import TOKENIZER_KEY, PreparedDataset
-from draftline.data.render import decode, text_pieces
+from draftline.data.render import decoded_text, text_pieces
 from draftline.draft.block import eligible_anchors, predicted_positions, supervised_slots
 from draftline.errors import DataError
 
@@ -92,8 +92,8 @@ def _view(
         line=line,
         input_ids=ids.tolist(),
         loss_mask=mask.tolist(),
-        supervised_text=decode(tokenizer, ids[supervised].tolist()),
-        text=decode(tokenizer, ids.tolist()),
+        supervised_text=decoded_text(tokenizer, ids[supervised].tolist()),
+        text=decoded_text(tokenizer, ids.tolist()),
         tokens=_tokens(tokenizer, ids, supervised, block_size),
     )
 
@@ -110,7 +110,7 @@ def _tokens(
     return [Token(text, supervised, anchor, slot) for text, supervised, anchor, slot in drawn]
 
 
-def as_text(views: Sequence[ConversationView], *, color: bool) -> Text:
+def conversations_text(views: Sequence[ConversationView], *, color: bool) -> Text:
     """The conversations for a terminal; without colour, brackets enclose what is supervised."""
     drawn = Text()
     if not color:

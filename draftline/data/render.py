@@ -225,13 +225,13 @@ def text_pieces(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
     for end in range(1, len(token_ids) + 1):
         start = end - pending - 1
         context = list(token_ids[max(0, start - _CONTEXT) : start])
-        before, after = decode(tokenizer, context), decode(tokenizer, [*context, *token_ids[start:end]])
+        before, after = decoded_text(tokenizer, context), decoded_text(tokenizer, [*context, *token_ids[start:end]])
         complete = not after.endswith("\ufffd") or end == len(token_ids) or pending + 1 >= _CONTEXT
         pieces.append(after[len(before) :] if complete else "")
         pending = 0 if complete else pending + 1
     return pieces
 
 
-def decode(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
+def decoded_text(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> str:
     """The text of tokens, special ones included, with its spaces as they are."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

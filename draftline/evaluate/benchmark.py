@@ -36,8 +36,8 @@ from draftline.evaluate.generate import Generation, check_prompt, fits, generate
 from draftline.evaluate.result import (
     CountedAnswer,
     Counts,
-    Difference,
     EvaluationResult,
+    OutputDifference,
     TurnResult,
     by_file,
     by_output_length,
@@ -214,16 +214,17 @@ def _counts(turns: Sequence[DecodedTurn], num_drafted: int) -> Counts:
     )
 
 
-def _differences(target: Target, turns: Sequence[DecodedTurn]) -> list[Difference]:
+def _differences(target: Target, turns: Sequence[DecodedTurn]) -> list[OutputDifference]:
     found = []
     for i, turn in enumerate(turns):
         if turn.drafted.output_ids != turn.plain.output_ids:
             input_ids = torch.tensor([turn.input_ids])
-            found.append(Difference(i, *tie_gap(target, input_ids, turn.drafted.output_ids, turn.plain.output_ids)))
+            place, gap = tie_gap(target, input_ids, turn.drafted.output_ids, turn.plain.output_ids)
+            found.append(OutputDifference(i, place, gap))
     return found
 
 
-def _equal_prompts(turns: Sequence[DecodedTurn], differences: Sequence[Difference]) -> list[int]:
+def _equal_prompts(turns: Sequence[DecodedTurn], differences: Sequence[OutputDifference]) -> list[int]:
     """1 for each prompt whose outputs are those of plain greedy decoding in all turns, else 0."""
     differing = {turns[difference.turn].prompt for difference in differences}
     return [int(prompt not in differing) for prompt in sorted({turn.prompt for turn in turns})]

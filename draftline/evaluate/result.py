@@ -38,7 +38,7 @@ _INTERVAL = "95 % by prompt"
 
 
 @dataclass(frozen=True)
-class Part:
+class ResultPart:
     """What one part of the evaluation gives.
 
     Attributes:
@@ -87,7 +87,7 @@ class TurnResult:
 
 
 @dataclass(frozen=True)
-class Difference:
+class OutputDifference:
     """A turn whose output is not that of plain greedy decoding.
 
     Attributes:
@@ -160,13 +160,13 @@ class EvaluationResult:
     conditional_acceptance_rate_by_position_interval: list[Interval]
     accepted_histogram: list[int]
     counts: Counts
-    by_file: list[Part]
-    by_output_length: list[Part]
-    by_output_position: list[Part]
+    by_file: list[ResultPart]
+    by_output_length: list[ResultPart]
+    by_output_position: list[ResultPart]
     greedy_equal: float
     greedy_equal_interval: Interval
     prompts: int
-    differences: list[Difference]
+    differences: list[OutputDifference]
     teacher_forced_acceptance_length: float
     teacher_forced_acceptance_length_interval: Interval
     tokens_per_second: float
@@ -215,18 +215,18 @@ class CountedAnswer:
         return Acceptance(self.output_length - 1, len(self.accepted_per_forward))
 
 
-def by_file(answers: Sequence[CountedAnswer], longest: int) -> list[Part]:
+def by_file(answers: Sequence[CountedAnswer], longest: int) -> list[ResultPart]:
     """One part per file, in the order of their first prompts; `longest` is drafted tokens + 1."""
     return _parts(((answer.file, answer.prompt, answer.acceptance) for answer in answers), longest)
 
 
-def by_output_length(answers: Sequence[CountedAnswer], longest: int) -> list[Part]:
+def by_output_length(answers: Sequence[CountedAnswer], longest: int) -> list[ResultPart]:
     """One part per bucket of output lengths that occurs."""
     ordered = sorted(answers, key=lambda answer: answer.output_length)
     return _parts(((_bucket(answer.output_length), answer.prompt, answer.acceptance) for answer in ordered), longest)
 
 
-def by_output_position(answers: Sequence[CountedAnswer], longest: int) -> list[Part]:
+def by_output_position(answers: Sequence[CountedAnswer], longest: int) -> list[ResultPart]:
     """One part per bucket of places in the output, counted from 1; a forward counts where its first token stands."""
     placed = sorted(
         ((place, answer.prompt, given) for answer in answers for place, given in _forwards(answer)),
@@ -253,7 +253,7 @@ def _bucket(length: int) -> str:
     return f"over {below}"
 
 
-def _parts(counted: Iterable[tuple[str, int, Acceptance]], longest: int) -> list[Part]:
+def _parts(counted: Iterable[tuple[str, int, Acceptance]], longest: int) -> list[ResultPart]:
     """Group by name, and within a name by prompt, in the order in which they come."""
     groups: dict[str, list[tuple[int, Acceptance]]] = {}
     for name, prompt, acceptance in counted:
@@ -261,11 +261,11 @@ def _parts(counted: Iterable[tuple[str, int, Acceptance]], longest: int) -> list
     return [_part(name, Acceptance.by_prompt(parts), longest) for name, parts in groups.items()]
 
 
-def _part(name: str, clusters: Sequence[Acceptance], longest: int) -> Part:
+def _part(name: str, clusters: Sequence[Acceptance], longest: int) -> ResultPart:
     clusters = [cluster for cluster in clusters if cluster.forwards]
     total = Acceptance.total(clusters)
     interval = acceptance_interval(clusters, longest)
-    return Part(name, len(clusters), total.tokens, total.forwards, total.length, interval)
+    return ResultPart(name, len(clusters), total.tokens, total.forwards, total.length, interval)
 
 
 def result_table(result: EvaluationResult, draft_name: str) -> Group:
@@ -334,7 +334,7 @@ def _by_position(result: EvaluationResult) -> Table:
     return table(title, head, [("none", "", "", "", "", none), *rows])
 
 
-def _parts_table(title: str, parts: Sequence[Part]) -> Table:
+def _parts_table(title: str, parts: Sequence[ResultPart]) -> Table:
     rows = [
         (
             part.name,

@@ -43,7 +43,7 @@ from draftline.formats.programs import (
 )
 from draftline.options import Given
 
-CHECKS: tuple[str, ...] = (
+EXPORT_CHECKS: tuple[str, ...] = (
     "reload",
     "shape, layer offset, slot layout, causality and window",
     "block size and causality in every place where a reader looks",

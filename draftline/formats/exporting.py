@@ -15,7 +15,7 @@ from draftline.draft.block import Blocks, drafted_states
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError
 from draftline.formats.card import FLOAT16_MAX, CardFacts, Training, model_card, trained_mode
-from draftline.formats.check import CHECKS
+from draftline.formats.check import EXPORT_CHECKS
 from draftline.formats.load import LoadedDrafter, load_drafter
 from draftline.formats.programs import (
     Form,
@@ -126,7 +126,7 @@ def export_drafter(
         CardFacts(
             serving=serving,
             readers=(reader, *others),
-            checks=CHECKS,
+            checks=EXPORT_CHECKS,
             largest_activation=largest,
             training=_training(source, run),
             trained_mode=trained_mode(source),
@@ -141,7 +141,7 @@ def export_drafter(
         notes.append("smollm2 is a name that servers do not know: save the target as a folder and name that instead.")
     if largest > FLOAT16_MAX:
         notes.append(f"Not float16-safe: activations reach {largest:.0f}, float16 ends at {FLOAT16_MAX:.0f}.")
-    return ExportReport(out, form, dtype, CHECKS, serving_command(reader, serving), tuple(notes))
+    return ExportReport(out, form, dtype, EXPORT_CHECKS, serving_command(reader, serving), tuple(notes))
 
 
 def import_drafter(
@@ -163,10 +163,10 @@ def import_drafter(
     name = "TARGET" if target is None else _served_name(target)
     serving = Serving(str(out), name, loaded.export_dtype, config)
     readers = readers_of(form, config)
-    card = model_card(CardFacts(serving=serving, readers=readers, checks=CHECKS))
+    card = model_card(CardFacts(serving=serving, readers=readers, checks=EXPORT_CHECKS))
     unproven = _write(loaded, out, form, loaded.export_dtype, target, None if target is None else name, card, source)
     command = serving_command(readers[0], serving)
-    return ExportReport(out, form, loaded.export_dtype, CHECKS, command, (*loaded.notes, *unproven))
+    return ExportReport(out, form, loaded.export_dtype, EXPORT_CHECKS, command, (*loaded.notes, *unproven))
 
 
 @torch.no_grad()

@@ -57,7 +57,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """One direction of a plot.
 
     Attributes:
@@ -71,18 +71,18 @@ class Axis:
     log: bool = False
 
     @staticmethod
-    def around(low: float, high: float) -> Axis:
+    def around(low: float, high: float) -> ChartAxis:
         """Linear, with round ends that enclose both values."""
         if high <= low:  # one value: a round place on either side, and nothing below zero for it
             low, high = (low - abs(low) * 0.1 if low else 0.0), (high + abs(high) * 0.1 if high else 1.0)
         step = _round_step((high - low) / _WANTED_TICKS)
-        return Axis(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
+        return ChartAxis(math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step)
 
     @staticmethod
-    def logarithmic(low: float, high: float) -> Axis:
+    def logarithmic(low: float, high: float) -> ChartAxis:
         """Logarithmic, with a little room around both values, which are positive."""
         room = max((high / low) ** 0.03, 1.02)
-        return Axis(low / room, high * room, log=True)
+        return ChartAxis(low / room, high * room, log=True)
 
     def places(self, values: FloatArray) -> FloatArray:
         """[n] values as places 0..1; on a logarithmic axis what is below its low end lies there."""
@@ -200,7 +200,7 @@ def running_mean(y: FloatArray, window: int) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartCurve:
     """One line of a chart.
 
     Attributes:
@@ -274,7 +274,7 @@ class Chart:
     """
 
     title: str
-    curves: Sequence[Curve]
+    curves: Sequence[ChartCurve]
     unit: str = ""
     x_name: str = "step"
     scale: Literal["linear", "log"] = "linear"
@@ -285,27 +285,27 @@ class Chart:
     """Head of the table of `figures`."""
 
     @cached_property
-    def visible(self) -> list[Curve]:
+    def visible(self) -> list[ChartCurve]:
         """Curves that have something to show."""
         return [curve for curve in self.curves if len(curve.drawn.x)]
 
     @cached_property
-    def x_axis(self) -> Axis:
+    def x_axis(self) -> ChartAxis:
         """From the first to the last position of any curve."""
         ends = [float(end) for curve in self.visible for end in (curve.drawn.x[0], curve.drawn.x[-1])]
         low, high = min(ends, default=0.0), max(ends, default=1.0)
-        return Axis(low, high) if high > low else Axis(low - 1, high + 1)
+        return ChartAxis(low, high) if high > low else ChartAxis(low - 1, high + 1)
 
     @cached_property
-    def y_axis(self) -> Axis:
+    def y_axis(self) -> ChartAxis:
         """Round ends around all that is drawn."""
         if not self.visible:
-            return Axis(0.0, 1.0)
+            return ChartAxis(0.0, 1.0)
         low = min(float(curve.drawn.low.min()) for curve in self.visible)
         high = max(float(curve.drawn.high.max()) for curve in self.visible)
         if self.scale == "log" and low > 0:
-            return Axis.logarithmic(low, high)
-        return Axis.around(min(low, 0.0) if self.from_zero else low, high)
+            return ChartAxis.logarithmic(low, high)
+        return ChartAxis.around(min(low, 0.0) if self.from_zero else low, high)
 
     @property
     def key(self) -> list[tuple[str, str]]:
@@ -343,7 +343,7 @@ class Chart:
         told = "; ".join(f"{c.name}: first {c.figures[1]}, last {c.figures[2]}" for c in self.visible)
         return f"{self.title} by {self.x_name}. {told or 'no value yet'}."
 
-    def _line(self, curve: Curve) -> Line:
+    def _line(self, curve: ChartCurve) -> Line:
         drawn, mean = curve.drawn, curve.mean
         x, y = self.x_axis.places(drawn.x), self.y_axis.places(drawn.y)
         banded = curve.band is not None or drawn.summed_up
@@ -389,9 +389,10 @@ class Bars:
     note: str = ""
 
     @cached_property
-    def y_axis(self) -> Axis:
+    def y_axis(self) -> ChartAxis:
         """From 0 to a round end."""
-        return Axis.around(0.0, max((v for *_, values in self.groups for v in values if v is not None), default=1.0))
+        highest = max((v for *_, values in self.groups for v in values if v is not None), default=1.0)
+        return ChartAxis.around(0.0, highest)
 
     @property
     def x_ticks(self) -> list[Tick]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from draftline.page.chart import Chart, Curve, hue, mean_window, number, running_mean, shade
+from draftline.page.chart import Chart, ChartCurve, hue, mean_window, number, running_mean, shade
 from draftline.train.log import Column, Columns
 
-TRAINING, HELDOUT = hue(0), hue(1)
+TRAINING_HUE, HELDOUT_HUE = hue(0), hue(1)
 
 WIDE = 8.0
 """A positive figure whose highest value is this many times its lowest is drawn on a logarithmic axis."""
@@ -105,32 +105,32 @@ def heldout_table(metrics: Columns) -> tuple[list[str], list[list[str]]]:
 
 def _pair(metrics: Columns, name: str, title: str, unit: str) -> Chart:
     training, heldout = metrics[name], metrics[f"heldout_{name}"]
-    curves = [_curve("training", training, TRAINING, noisy=True), _heldout(heldout)]
+    curves = [_curve("training", training, TRAINING_HUE, noisy=True), _heldout(heldout)]
     return Chart(title, curves, unit=unit, scale=_scale(training) if name == "loss" else "linear")
 
 
-def _heldout(column: Column) -> Curve:
-    return Curve("held out", column.steps, column.values, HELDOUT, marks=True)
+def _heldout(column: Column) -> ChartCurve:
+    return ChartCurve("held out", column.steps, column.values, HELDOUT_HUE, marks=True)
 
 
 def _single(column: Column, title: str, unit: str = "", noisy: bool = False) -> Chart:
     scale = _scale(column) if noisy else "linear"
-    return Chart(title, [_curve(title.lower(), column, TRAINING, noisy=noisy)], unit=unit, scale=scale)
+    return Chart(title, [_curve(title.lower(), column, TRAINING_HUE, noisy=noisy)], unit=unit, scale=scale)
 
 
-def _slots(columns: Mapping[int, Column], smooth: bool) -> tuple[list[Curve], str]:
+def _slots(columns: Mapping[int, Column], smooth: bool) -> tuple[list[ChartCurve], str]:
     """One curve per slot, coloured in their order, and what must be said of it."""
     last = max(len(columns) - 1, 1)
     window = mean_window(max(map(len, columns.values()), default=0)) if smooth else 1
     curves = [
-        Curve(f"slot {place}", c.steps, running_mean(c.values, window), shade(i / last), marks=not smooth)
+        ChartCurve(f"slot {place}", c.steps, running_mean(c.values, window), shade(i / last), marks=not smooth)
         for i, (place, c) in enumerate(sorted(columns.items()))
     ]
     return curves, f"Running means of {window} values." if window > 1 else ""
 
 
-def _curve(name: str, column: Column, color: str, noisy: bool = False) -> Curve:
-    return Curve(name, column.steps, column.values, color, noisy=noisy)
+def _curve(name: str, column: Column, color: str, noisy: bool = False) -> ChartCurve:
+    return ChartCurve(name, column.steps, column.values, color, noisy=noisy)
 
 
 def _scaled(column: Column, factor: float) -> Column:

@@ -14,10 +14,10 @@ from draftline.data.accounting import META_FILE, REPORT_FILE
 from draftline.page.chart import Bars, hue, number
 from draftline.page.frame import render
 from draftline.report import curves
-from draftline.report.results import PARTS_HEAD, Evaluation, Row, named_rows, read_evaluation, read_verdict
+from draftline.report.results import PARTS_HEAD, Evaluation, TableRow, named_rows, read_evaluation, read_verdict
 from draftline.train.run_folder import RunFolder
 
-SECTIONS = (
+REPORT_SECTIONS = (
     ("curves", "Curves"),
     ("positions", "By slot"),
     ("speed", "Speed"),
@@ -42,8 +42,8 @@ class DataSummary:
     """
 
     absent: str
-    figures: list[Row]
-    reasons: list[Row]
+    figures: list[TableRow]
+    reasons: list[TableRow]
     lengths: Bars | None
 
 
@@ -88,7 +88,7 @@ def report_page(
         "sessions": sessions(run),
     }
     title = "/".join(folder.resolve().parts[-2:])
-    return render("report.html", title=title, sections=SECTIONS, context=context, follow=follow)
+    return render("report.html", title=title, sections=REPORT_SECTIONS, context=context, follow=follow)
 
 
 def cards(run: RunFolder, evaluations: Sequence[Evaluation]) -> list[tuple[str, str, str]]:
@@ -114,7 +114,7 @@ def cards(run: RunFolder, evaluations: Sequence[Evaluation]) -> list[tuple[str, 
     return entries
 
 
-def configuration(run: RunFolder) -> tuple[list[Row], list[Row]]:
+def configuration(run: RunFolder) -> tuple[list[TableRow], list[TableRow]]:
     """Settings that differ from the published recipe, with its value beside them; and all settings."""
     ours, published = flatten(run.settings), flatten(RunConfig().model_dump(mode="json"))
     changed = [
@@ -125,7 +125,7 @@ def configuration(run: RunFolder) -> tuple[list[Row], list[Row]]:
     return changed, [[key, _text(value)] for key, value in ours.items()]
 
 
-def environment(run: RunFolder) -> list[Row]:
+def environment(run: RunFolder) -> list[TableRow]:
     """What the run ran on, and what identifies its code, target and data; nothing without run.json."""
     identity = run.identity
     if not identity:
@@ -144,7 +144,7 @@ def environment(run: RunFolder) -> list[Row]:
     return named_rows({name: value for name, value in found.items() if value})
 
 
-def sessions(run: RunFolder) -> list[Row]:
+def sessions(run: RunFolder) -> list[TableRow]:
     """One row per time the run was started or continued."""
     return [
         [
@@ -157,7 +157,7 @@ def sessions(run: RunFolder) -> list[Row]:
     ]
 
 
-def drafter_shape(run: RunFolder) -> list[Row]:
+def drafter_shape(run: RunFolder) -> list[TableRow]:
     """The drafter's sizes."""
     return [[key.replace("_", " "), _text(value)] for key, value in run.identity.get("drafter", {}).items()]
 
@@ -202,7 +202,7 @@ def _absent(reason: str) -> DataSummary:
     return DataSummary(reason, [], [], None)
 
 
-def _figures(run: RunFolder, report: Mapping[str, Any], meta: Mapping[str, Any]) -> list[Row]:
+def _figures(run: RunFolder, report: Mapping[str, Any], meta: Mapping[str, Any]) -> list[TableRow]:
     data = run.identity.get("data", {})
     share = report.get("supervised_share")
     found = {
@@ -228,7 +228,7 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in counts.items())
 
 
-def _reasons(report: Mapping[str, Any]) -> list[Row]:
+def _reasons(report: Mapping[str, Any]) -> list[TableRow]:
     return [
         [reason.replace("_", " "), done, number(entry["count"]), f"{entry['first_file']} line {entry['first_line']}"]
         for done, entries in (("dropped", report.get("dropped", {})), ("kept, flagged", report.get("flagged", {})))

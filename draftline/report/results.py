@@ -13,7 +13,7 @@ from draftline.errors import DataError
 from draftline.page.chart import Bars, hue, number
 from draftline.train.run_folder import AUDIT_FILE, RunFolder
 
-Row = list[str]
+TableRow = list[str]
 
 SHOWN_ANSWERS = 6
 
@@ -32,7 +32,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ShownAnswer:
     """One answered turn.
 
     Attributes:
@@ -73,13 +73,13 @@ class Evaluation:
     name: str
     acceptance_length: float | None
     interval: tuple[float, float] | None
-    drafter: list[Row]
-    figures: list[Row]
-    settings: list[Row]
+    drafter: list[TableRow]
+    figures: list[TableRow]
+    settings: list[TableRow]
     warnings: list[str]
-    parts: list[tuple[str, list[Row]]]
+    parts: list[tuple[str, list[TableRow]]]
     charts: list[Bars]
-    answers: list[Answer]
+    answers: list[ShownAnswer]
     of_answers: int
     absent: str
     slots: int
@@ -144,7 +144,7 @@ def _evaluation(path: Path, content: Mapping[str, Any]) -> Evaluation:
     )
 
 
-def _figures(content: Mapping[str, Any]) -> list[Row]:
+def _figures(content: Mapping[str, Any]) -> list[TableRow]:
     counts = content.get("counts", {})
     equal = content["greedy_equal"]
     found: dict[str, Any] = {
@@ -164,7 +164,7 @@ def _figures(content: Mapping[str, Any]) -> list[Row]:
     return named_rows(found)
 
 
-def _identity(content: Mapping[str, Any]) -> list[Row]:
+def _identity(content: Mapping[str, Any]) -> list[TableRow]:
     names = {
         "drafter": "drafter",
         "drafter_weights": "fingerprint of its weights",
@@ -174,13 +174,13 @@ def _identity(content: Mapping[str, Any]) -> list[Row]:
     return named_rows({name: content.get(key) for key, name in names.items()})
 
 
-def _settings(content: Mapping[str, Any]) -> list[Row]:
+def _settings(content: Mapping[str, Any]) -> list[TableRow]:
     names = ("target_dtype", "settings", "mode", "trained_mode")
     flat = flatten({name: content[name] for name in names if content.get(name) is not None})
     return [[name, value if isinstance(value, str) else json.dumps(value)] for name, value in flat.items()]
 
 
-def _parts(content: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
+def _parts(content: Mapping[str, Any]) -> list[tuple[str, list[TableRow]]]:
     """Rows for `PARTS_HEAD`."""
     titles = {
         "by_file": "By file of prompts",
@@ -194,7 +194,7 @@ def _parts(content: Mapping[str, Any]) -> list[tuple[str, list[Row]]]:
     ]
 
 
-def _part(part: Mapping[str, Any]) -> Row:
+def _part(part: Mapping[str, Any]) -> TableRow:
     length = part["acceptance_length"]
     return [
         part["name"],
@@ -233,10 +233,10 @@ def token_slots(output_length: int, accepted_per_forward: Sequence[int]) -> list
     return slots[:output_length]
 
 
-def _answer(turn: Mapping[str, Any]) -> Answer:
+def _answer(turn: Mapping[str, Any]) -> ShownAnswer:
     texts, accepted = turn["text_pieces"], turn["accepted_per_forward"]
     slots = token_slots(len(texts), accepted)
-    return Answer(
+    return ShownAnswer(
         asked=turn["asked"],
         place=f"{Path(turn['file']).name} line {turn['number']}, turn {turn['turn']}",
         pieces=[Piece(text, slot) for text, slot in zip(texts, slots, strict=True)],
@@ -245,7 +245,7 @@ def _answer(turn: Mapping[str, Any]) -> Answer:
     )
 
 
-def _spread(answers: list[Answer]) -> list[Answer]:
+def _spread(answers: list[ShownAnswer]) -> list[ShownAnswer]:
     """The first, the last and some between at equal distances."""
     if len(answers) <= SHOWN_ANSWERS:
         return answers
@@ -253,7 +253,7 @@ def _spread(answers: list[Answer]) -> list[Answer]:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AuditVerdict:
     """One audit.
 
     Attributes:
@@ -268,9 +268,9 @@ class Verdict:
     source: str
     findings: list[dict[str, str]]
     allowed: list[str]
-    areas: list[Row]
-    open: list[Row]
-    checks: list[Row]
+    areas: list[TableRow]
+    open: list[TableRow]
+    checks: list[TableRow]
 
     @property
     def sentence(self) -> str:
@@ -304,7 +304,7 @@ class _Check:
         )
 
 
-def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
+def read_verdict(run: RunFolder, given: Path | None) -> AuditVerdict | None:
     """The audit in `given`; without it the one that `draftline train` left in the run's folder, None if there is none.
 
     Raises:
@@ -325,7 +325,7 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is not a result of an audit: give what `draftline audit --json` wrote") from error
     source = f"Before the first step ({AUDIT_FILE} of the run)." if given is None else f"From {given}."
-    return Verdict(
+    return AuditVerdict(
         source=source,
         findings=findings,
         allowed=list(run.allowed),
@@ -339,7 +339,7 @@ def read_verdict(run: RunFolder, given: Path | None) -> Verdict | None:
     )
 
 
-def _areas(checks: Sequence[_Check]) -> list[Row]:
+def _areas(checks: Sequence[_Check]) -> list[TableRow]:
     """One row per area, in the order of the audit."""
     rows = []
     for area in dict.fromkeys(check.area for check in checks):
@@ -349,7 +349,7 @@ def _areas(checks: Sequence[_Check]) -> list[Row]:
     return rows
 
 
-def named_rows(found: Mapping[str, Any]) -> list[Row]:
+def named_rows(found: Mapping[str, Any]) -> list[TableRow]:
     """Names and values of what is known: numbers as in every table, words as they are."""
     known = {name: value for name, value in found.items() if value is not None}
     return [[name, value if isinstance(value, str) else number(value)] for name, value in known.items()]

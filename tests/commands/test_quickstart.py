@@ -20,8 +20,8 @@ def test_an_interrupted_quickstart_goes_on(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "prompts.jsonl").write_text(prompts)
     monkeypatch.setattr("draftline.config.quickstart_recipe", lambda: recipe)
     monkeypatch.setattr(quickstart, "embedded_prompts", lambda: tmp_path / "prompts.jsonl")
-    monkeypatch.setattr(quickstart, "HELDOUT", 2)
-    monkeypatch.setattr(quickstart, "ANSWER_TOKENS", 6)
+    monkeypatch.setattr(quickstart, "HELDOUT_PROMPTS", 2)
+    monkeypatch.setattr(quickstart, "LONGEST_ANSWER", 6)
     original, out = exporting.export_drafter, tmp_path / "out"
 
     def fail(**_words: object) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from draftline.cli import run
-from draftline.data.inspect import ConversationView, as_text, inspect_dataset
+from draftline.data.inspect import ConversationView, conversations_text, inspect_dataset
 from draftline.data.prepare import prepare
 from draftline.errors import DataError
 from draftline.options import PrepareOptions
@@ -41,10 +41,10 @@ def test_tokens_spell_the_text_and_one_block_is_drawn(views: list[ConversationVi
 
 
 def test_brackets_without_colour(views: list[ConversationView]) -> None:
-    plain = as_text(views, color=False).plain
+    plain = conversations_text(views, color=False).plain
     inside = plain[plain.index("assistant\n[") + len("assistant\n[") : plain.rindex("]")]
     assert inside.replace("^", "").replace("_", "") == "It is 字 four<|im_end|>".replace("_", "")
-    assert as_text(views, color=True).plain.count("[") == 0
+    assert conversations_text(views, color=True).plain.count("[") == 0
 
 
 def test_tokens_of_a_sentencepiece_tokenizer_keep_their_spaces(tmp_path: Path) -> None:

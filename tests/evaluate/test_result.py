@@ -7,7 +7,7 @@ import pytest
 from draftline.evaluate.acceptance import Acceptance, macro_acceptance_length
 from draftline.evaluate.result import (
     CountedAnswer,
-    Part,
+    ResultPart,
     by_file,
     by_output_length,
     by_output_position,
@@ -22,7 +22,7 @@ ANSWERS = [
 ]
 
 
-def figures(parts: list[Part]) -> dict[str, tuple[int, int, int]]:
+def figures(parts: list[ResultPart]) -> dict[str, tuple[int, int, int]]:
     return {part.name: (part.prompts, part.tokens, part.forwards) for part in parts}
 
 

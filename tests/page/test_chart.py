@@ -10,16 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftline.page.chart import Axis, Bars, Chart, Curve, hue, number, running_mean, short, thin
+from draftline.page.chart import Bars, Chart, ChartAxis, ChartCurve, hue, number, running_mean, short, thin
 
 
-def curve(*values: float, **style: bool) -> Curve:
-    return Curve("curve", np.arange(1.0, len(values) + 1), np.array(values), hue(0), **style)
+def curve(*values: float, **style: bool) -> ChartCurve:
+    return ChartCurve("curve", np.arange(1.0, len(values) + 1), np.array(values), hue(0), **style)
 
 
 @given(st.floats(-1e3, 1e3), st.floats(1e-6, 1e9))
 def test_a_linear_axis_encloses_both_values_with_a_few_round_ticks(low: float, span: float) -> None:
-    axis = Axis.around(low, low + span)
+    axis = ChartAxis.around(low, low + span)
     assert axis.low <= low + 1e-6 * span
     assert low + span <= axis.high + 1e-6 * span
     assert 2 <= len(axis.ticks) <= 8
@@ -28,7 +28,7 @@ def test_a_linear_axis_encloses_both_values_with_a_few_round_ticks(low: float, s
 
 @given(st.floats(1e-8, 1e8), st.floats(1.0, 1e8))
 def test_a_logarithmic_axis_gives_equal_ratios_equal_distances(low: float, ratio: float) -> None:
-    axis = Axis.logarithmic(low, low * ratio)
+    axis = ChartAxis.logarithmic(low, low * ratio)
     first, middle, last = axis.places(np.array([low, low * ratio**0.5, low * ratio]))
     assert first >= 0
     assert last <= 1
@@ -37,9 +37,9 @@ def test_a_logarithmic_axis_gives_equal_ratios_equal_distances(low: float, ratio
 
 
 def test_ticks_are_the_numbers_that_one_would_write() -> None:
-    assert [tick.text for tick in Axis.around(0.0, 0.43).ticks] == ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]
-    assert [tick.text for tick in Axis.around(0.0, 0.0).ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
-    assert [tick.text for tick in Axis.logarithmic(3.0, 20_000.0).ticks] == ["10", "100", "1000", "10k"]
+    assert [tick.text for tick in ChartAxis.around(0.0, 0.43).ticks] == ["0", "0.1", "0.2", "0.3", "0.4", "0.5"]
+    assert [tick.text for tick in ChartAxis.around(0.0, 0.0).ticks] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert [tick.text for tick in ChartAxis.logarithmic(3.0, 20_000.0).ticks] == ["10", "100", "1000", "10k"]
     assert [short(value) for value in (1e4, 2.5e6, 3e9, 0.001)] == ["10k", "2.5M", "3G", "0.001"]
     assert [number(value) for value in (1571.0, 0.29911, 12.345, 3.0, float("nan"))] == [
         "1,571",

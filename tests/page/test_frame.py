@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from draftline.page import frame
-from draftline.page.chart import Bars, Chart, Curve, hue
+from draftline.page.chart import Bars, Chart, ChartCurve, hue
 
 PAGE = """{% extends "base.html" %}{% import "parts.html" as parts %}
 {% block content %}{% call parts.section("one", "First <one>") %}
@@ -30,7 +30,7 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def render(follow: tuple[str, str] | None = None) -> str:
-    line = Curve("<script>alert(1)</script>", np.arange(3.0), np.arange(3.0), hue(0))
+    line = ChartCurve("<script>alert(1)</script>", np.arange(3.0), np.arange(3.0), hue(0))
     context = {"chart": Chart("Loss & more", [line]), "bars": Bars("B", ["1"], [("g", hue(0), [1.0])], x_name="k")}
     return frame.render(
         "page.html", title="A <title>", sections=[("one", "First <one>")], context=context, follow=follow

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from draftline.report.document import SECTIONS, report_page
+from draftline.report.document import REPORT_SECTIONS, report_page
 from tests.report.synthetic_run import AUDIT, evaluation, write_run
 
 BROWSER = next((path for name in ("chromium", "google-chrome") if (path := shutil.which(name))), None)
@@ -111,7 +111,7 @@ def test_the_page_opens_and_is_readable(page: Path, width: int, flags: tuple[str
     assert found["failed"] == found["requests"] == found["faint"] == []
     assert found["overflow"] <= 0
     assert (max(found["ground"]) < 60) == dark
-    assert [section for section, _ in found["heights"]] == [section for section, _ in SECTIONS]
+    assert [section for section, _ in found["heights"]] == [section for section, _ in REPORT_SECTIONS]
     assert min(height for _, height in found["heights"]) > 80
     assert found["lines"] == 0
     assert found["small"] >= 11
