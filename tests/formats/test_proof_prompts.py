@@ -15,11 +15,12 @@ from transformers import Qwen3ForCausalLM
 from draftline.config import DataConfig, RunConfig, TargetConfig
 from draftline.data.dataset import PreparedDataset
 from draftline.data.prepare import prepare
+from draftline.draft.loss import StepMetrics
 from draftline.formats import proof_prompts
 from draftline.formats.proof import ProofPrompts
 from draftline.formats.proof_prompts import before_answer, choose_prompts
 from draftline.options import PrepareOptions
-from draftline.records import Sample, StepMetrics
+from draftline.records import Sample
 from draftline.targets.model import TINY_FOLDER, Target, build_target, load_target
 from draftline.train.checkpoint import Checkpoint, TrainState, write_checkpoint
 from tests.data.chat_tokenizers import CHATML, make_tokenizer
