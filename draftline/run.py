@@ -8,28 +8,30 @@ train_run(config, folder) -> RunResult     the last two
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from draftline.config import DFlashConfig, RunConfig, sent_beside_states
 from draftline.data.dataset import PreparedDataset, open_data
 from draftline.data.sampler import Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.data.template import tokenizer_hash
+from draftline.draft.block import FrozenTarget
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import available_cores, intra_op_threads, stop_on_signals, threads_per_loop
-from draftline.engine.replicas import frozen_target, loop_targets
-from draftline.engine.threads import ThreadsEngine
+from draftline.engine.threads import ThreadsEngine, loop_targets
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
@@ -424,6 +426,20 @@ def drafter_device(name: str) -> torch.device:
     if name == "auto" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.device_count() - 1)
     return resolve_device(name)
+
+
+def frozen_target(target: Target, device: torch.device, kept_ids: Tensor | None = None) -> FrozenTarget:
+    """Embedding and head on the drafter's device: the target's own modules there, else a copy of just these.
+
+    Embeddings come as float32, the precision of the drafter's residual stream.
+
+    Args:
+        kept_ids: tokens of a reduced vocabulary.
+    """
+    if device != target.device:
+        embedding, head = copy.deepcopy((target.embedding, target.head))
+        target = replace(target, parts=replace(target.parts, embedding=embedding.to(device)), head=head.to(device))
+    return FrozenTarget.of(target, kept_ids, like=torch.zeros((), device=device))
 
 
 def _choose_vocabulary(

@@ -12,6 +12,7 @@ on one device share the weights. However the run ends, every thread has been joi
 
 from __future__ import annotations
 
+import copy
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,9 +20,11 @@ from types import TracebackType
 
 import torch
 
+from draftline.config import TargetConfig
 from draftline.data.sampler import RowPlan
 from draftline.engine.process import set_intra_op_threads
 from draftline.records import PackedBatch, Samples
+from draftline.targets.model import Target, build_target, load_target, resolve_device
 from draftline.transfer.pack import CaptureLoop, make_row
 from draftline.transfer.queue import HiddenStatesQueue
 from draftline.transfer.stage import PipelineStatistics, leave_device
@@ -137,3 +140,31 @@ class ThreadsEngine:
             last = self._running == 0
         if last:
             self._queue.close()
+
+
+def share_weights(target: Target) -> Target:
+    """A second target on the same device whose modules are new and whose parameters are the same memory.
+
+    Buffers are copied: some rotary embeddings rewrite theirs during a forward. Costs no weights, only modules.
+    """
+    parameters: dict[int, object] = {id(parameter): parameter for parameter in target.model.parameters()}
+    model = copy.deepcopy(target.model, parameters)
+    return build_target(target.name, model, target.tokenizer)
+
+
+def loop_targets(target: Target, config: TargetConfig, devices: Sequence[str]) -> list[Target]:
+    """One target per device named, no two of which (nor `target` itself) share a module.
+
+    Args:
+        target: already loaded; serves the loops on its own device.
+        config: how to load it on other devices, once for each.
+
+    Raises:
+        TargetError: a device cannot be used, or the target does not fit on it.
+    """
+    loaded = {target.device: target}
+    for name in devices:
+        device = resolve_device(name)
+        if device not in loaded:
+            loaded[device] = load_target(config.model_copy(update={"device": name}))
+    return [share_weights(loaded[resolve_device(name)]) for name in devices]

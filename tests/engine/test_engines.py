@@ -13,8 +13,7 @@ import torch
 from draftline.data.sampler import RowPlan, Sampler
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import intra_op_threads
-from draftline.engine.replicas import share_weights
-from draftline.engine.threads import ThreadsEngine
+from draftline.engine.threads import ThreadsEngine, share_weights
 from draftline.errors import PipelineError
 from draftline.records import PackedBatch
 from draftline.targets.loop import TargetForwardLoop
