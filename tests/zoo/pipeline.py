@@ -99,6 +99,14 @@ class Recipe:
     data: Literal["answers", "chats", "rows", "none"] = "answers"
 
 
+def in_precision(recipe: Recipe, target: str, drafter: str) -> Recipe:
+    """The same run with other number formats of the target and of the drafter's products."""
+    settings = {name: dict(values) for name, values in recipe.settings.items()}
+    for section, key, value in (("target", "dtype", target), ("train", "precision", drafter)):
+        settings[section] = {**settings.get(section, {}), key: value}
+    return replace(recipe, settings=settings)
+
+
 REDUCED = Recipe(settings={"drafter": {"draft_vocab_size": 64}})
 """The drafter can say 64 of 96 tokens, the most frequent of the answers."""
 
@@ -114,8 +122,8 @@ def run_config(settings: dict[str, dict[str, Any]]) -> RunConfig:
     return RunConfig.model_validate({**settings, "drafter": {**drafter, **settings.get("drafter", {})}})
 
 
-def small_target(config: PretrainedConfig, seed: int = 0) -> Target:
-    return build_target("zoo", random_model(config, seed), None)
+def small_target(config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> Target:
+    return build_target("zoo", random_model(config, seed).to(dtype), None)
 
 
 @dataclass
@@ -145,7 +153,9 @@ class World:
     @staticmethod
     def of(recipe: Recipe, patch: pytest.MonkeyPatch, folder: Path) -> World:
         """A clean one; the folder need not exist."""
-        config, target = run_config(recipe.settings), small_target(recipe.target)
+        config = run_config(recipe.settings)
+        dtype = torch.float32 if config.target.dtype == "auto" else getattr(torch, config.target.dtype)
+        target = small_target(recipe.target, dtype=dtype)
         if recipe.data in ("chats", "rows"):
             target = replace(target, tokenizer=chat_tokenizer())
         samples, heldout, rows = _data(target, recipe)
@@ -199,7 +209,7 @@ _MADE: dict[str, Conversations] = {}
 
 def _data(target: Target, recipe: Recipe) -> Conversations:
     make = {"answers": own_answers, "chats": chats, "rows": chat_rows, "none": lambda _target: ([], [], [])}
-    key = f"{recipe.data} {recipe.target.to_json_string()}"
+    key = f"{recipe.data} {target.dtype} {recipe.target.to_json_string()}"
     if key not in _MADE:
         _MADE[key] = make[recipe.data](target)
     return _MADE[key]
