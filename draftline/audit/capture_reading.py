@@ -112,9 +112,7 @@ def _agreement(probe: Probe, found: list[Tensor], wanted: list[Tensor]) -> float
 
 def without_ties(mask: Tensor, forward: ReferenceForward) -> Tensor:
     """`mask` without positions at which the two best logits are within rounding of each other."""
-    best = forward.logits.double().topk(2, dim=-1).values
-    clear = (best[:, 0] - best[:, 1]) > 1e-4 * forward.logits.double().abs().max()
-    return mask.cpu() & clear.cpu()
+    return mask.cpu() & ~forward.ties.cpu()
 
 
 def _last_distance(probe: Probe) -> float:

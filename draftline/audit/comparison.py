@@ -244,7 +244,7 @@ class Judge:
         kept, last = self._reference.kept_ids, batch.verifier_last_hidden_packed
         if batch.target_ids is not None:
             own = torch.cat([forward.next_ids for forward in forwards]).cpu()
-            return torch.where(torch.cat([_ties(f) for f in forwards]), batch.target_ids[0].cpu(), own), None
+            return torch.where(torch.cat([f.ties.cpu() for f in forwards]), batch.target_ids[0].cpu(), own), None
         assert last is not None, "PackedBatch carries one of the two"
         with torch.no_grad():
             logits = self.model.get_output_embeddings()(
@@ -260,7 +260,7 @@ class Judge:
             self.say("RUN003", f"{name} does not carry {send} beside the captured layers", _DELIVER)
         if batch.target_ids is not None:
             found, own = batch.target_ids[0].cpu(), torch.cat([f.next_ids for f in forwards]).cpu()
-            wrong = (found != own) & ~torch.cat([_ties(f) for f in forwards])
+            wrong = (found != own) & ~torch.cat([f.ties.cpu() for f in forwards])
             if wrong.any():
                 place = int(wrong.int().argmax())
                 text = f"{name}: {int(wrong.sum())} of {len(own)} target ids are not the target's own"
@@ -419,7 +419,7 @@ class Judge:
                 with torch.no_grad():
                     heard = oracle.speak(drafter, item, anchors, run.config.loss)
                 counts = counts + heard.counts
-                ties = _ties(forward)
+                ties = forward.ties
                 near += near_ties(heard, low) + sum(bool(ties[place - 1]) for _, _, place in heard.slots)
         walked = [(text.input_ids, text.loss_mask) for text in list(texts.values())[: train.eval_walks]]
         taken = walks(drafter, self.model, walked)
@@ -515,13 +515,6 @@ def text_of(conversations: Conversations, sample_id: int) -> Text:
     ids = np.fromfile(conversations.folder / "input_ids.bin", np.int32, end - start, offset=4 * start)
     mask = np.fromfile(conversations.folder / "loss_mask.bin", np.uint8, end - start, offset=start)
     return Text(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool)))
-
-
-def _ties(forward: ReferenceForward) -> Tensor:
-    """[S] bool, where the target's two best logits are within rounding."""
-    logits = forward.logits
-    relative = max(1e-4, 4 * _EPS[logits.dtype])
-    return (forward.gaps <= relative * logits.double().abs().amax(-1)).cpu()
 
 
 def _by_token(found: Tensor, wanted: Tensor) -> float:

@@ -257,15 +257,19 @@ class ReferenceDrafter:
     Attributes:
         weights: float64 tensors by z-lab's names.
         embed: ids [...] to [..., D], what the target's first layer receives for them.
-        logits: [n, D] to [n, V], or to [n, Vd] for a reduced vocabulary: the target's head with its factor and cap.
+        head: [n, D] to [n, V], or to [n, Vd] for a reduced vocabulary: the target's, with its factor and cap.
         kept_ids: [Vd] increasing ids that it can say; None: all.
     """
 
     view: DrafterView
     weights: Mapping[str, Tensor]
     embed: Callable[[Tensor], Tensor]
-    logits: Callable[[Tensor], Tensor]
+    head: ReferenceHead
     kept_ids: Tensor | None
+
+    def logits(self, hidden_nD: Tensor) -> Tensor:
+        """What it says, one row of its head's logits each."""
+        return self.head.logits(hidden_nD)
 
     def with_weights(self, weights: Mapping[str, Tensor]) -> ReferenceDrafter:
         """The same drafter at another moment of its training."""
@@ -276,8 +280,7 @@ class ReferenceDrafter:
 
         So are their gradients on the way back. This is all that a narrow target does to a float32 drafter (section 8).
         """
-        exact = self.logits
-        return replace(self, logits=lambda hidden_nD: exact(hidden_nD.to(dtype).double()).to(dtype).double())
+        return replace(self, head=replace(self.head, dtype=dtype))
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """Token ids of rows of its head."""
@@ -300,7 +303,7 @@ def drafter_of(config: DFlashConfig, weights: Mapping[str, Tensor], model: PreTr
         view=view,
         weights=in_float64(weights),
         embed=embedding_of(model),
-        logits=head_of(model, view.output_multiplier, view.final_logit_softcapping, kept_ids),
+        head=head_of(model, view.output_multiplier, view.final_logit_softcapping, kept_ids),
         kept_ids=kept_ids,
     )
 
@@ -334,10 +337,34 @@ def embedding_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     return embed
 
 
-def head_of(
-    model: PreTrainedModel, multiplier: float, softcap: float | None, kept_ids: Tensor | None
-) -> Callable[[Tensor], Tensor]:
-    """Normed states to logits through the model's output matrix, or through some of its rows.
+@dataclass(frozen=True, eq=False)
+class ReferenceHead:
+    """Normed states to logits.
+
+    Attributes:
+        weight_VD, bias_V: float64.
+        multiplier, softcap: what is done to the logits: times the first, then c * tanh(logits / c).
+        dtype: what each result is rounded to, on the way back too.
+    """
+
+    weight_VD: Tensor
+    bias_V: Tensor | float
+    multiplier: float
+    softcap: float | None
+    dtype: torch.dtype = torch.float64
+
+    def logits(self, hidden_nD: Tensor) -> Tensor:
+        """[n, D] to [n, V] float64."""
+        found = (hidden_nD.to(self.dtype).double() @ self.weight_VD.T + self.bias_V).to(self.dtype)
+        if self.multiplier != 1.0:
+            found = found * self.multiplier
+        if self.softcap is not None:
+            found = torch.tanh(found / self.softcap) * self.softcap
+        return found.double()
+
+
+def head_of(model: PreTrainedModel, multiplier: float, softcap: float | None, kept_ids: Tensor | None) -> ReferenceHead:
+    """The model's output matrix, or some of its rows.
 
     Args:
         multiplier, softcap: what the model does to its logits: times the first, then c * tanh(logits / c).
@@ -348,12 +375,7 @@ def head_of(
     weight_VD = head.weight.detach()[rows].double().cpu()
     bias = head.bias if hasattr(head, "bias") else None
     bias_V = 0.0 if bias is None else bias.detach()[rows].double().cpu()
-
-    def logits(hidden_nD: Tensor) -> Tensor:
-        found = (hidden_nD @ weight_VD.T + bias_V) * multiplier
-        return found if softcap is None else softcap * torch.tanh(found / softcap)
-
-    return logits
+    return ReferenceHead(weight_VD, bias_V, multiplier, softcap)
 
 
 def block_outputs(drafter: ReferenceDrafter, input_ids: Tensor, states: Tensor, anchors: Sequence[int]) -> Tensor:

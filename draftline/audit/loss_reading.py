@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftline.audit.probe import Probe, StandIn, once_per_audit
 from draftline.audit.reference import naive_slots, naive_weights
+from draftline.audit.subject import NotApplicable
 from draftline.draft.loss import StepMetrics
 from draftline.records import PackedBatch
 
@@ -76,10 +77,19 @@ def labels_used(probe: Probe) -> LabelsUsed:
     return read_labels(probe, loss_trace(probe))
 
 
-def run_loss(probe: Probe, row: PackedBatch, source_Q: Tensor, chunk_size: int | None = None) -> LossTrace:
+def run_loss(
+    probe: Probe, row: PackedBatch, source_Q: Tensor, chunk_size: int | None = None, clear: bool = False
+) -> LossTrace:
+    """The loss with states of the target as outputs.
+
+    Args:
+        source_Q: [Q] row positions, whose states they are.
+        clear: the states are moved until each says the best token there for certain.
+    """
     subject = probe.subject
     normed = torch.cat([forward.normed for forward in probe.reference]).to(probe.device)
-    stand_in = StandIn(probe, normed[source_Q.to(probe.device)].float())
+    states = probe.clear_states(normed, probe.spoken[1]) if clear else normed.float()
+    stand_in = StandIn(probe, states[source_Q.to(probe.device)])
     loss = subject.config.loss
     if chunk_size is not None:
         loss = loss.model_copy(update={"chunk_size": chunk_size})
@@ -100,7 +110,7 @@ def oracle_trace(probe: Probe, wrong_slots: set[int]) -> LossTrace:
             if index * probe.block_size + slot in wrong_slots:
                 speaker = next((i for i, token in enumerate(best) if token != own[speaker]), 0)
             source.append(max(speaker, 0))
-    return run_loss(probe, probe.row, torch.tensor(source))
+    return run_loss(probe, probe.row, torch.tensor(source), clear=True)
 
 
 def wants_data(probe: Probe) -> bool:
@@ -139,6 +149,8 @@ def _explanations(probe: Probe, layers: bool) -> dict[str, Callable[[int], int]]
 
 def read_labels(probe: Probe, trace: LossTrace) -> LabelsUsed:
     """Find the labels that explain the gradient of a call of the loss."""
+    if not wants_data(probe) and all(probe.unsure[position - 1] for _, _, position in supervised(probe)):
+        raise NotApplicable("the target's two best logits are a near tie everywhere")
     truth = _fit(probe, trace, labels_by_name(probe, "truth"))
     best, name, layer, unit = truth[0], "truth", None, truth[1]
     if best < 1.0:
@@ -177,11 +189,12 @@ def _fit_by_slot(probe: Probe, trace: LossTrace) -> tuple[float, str]:
 
 
 def _counted(probe: Probe, trace: LossTrace) -> dict[int, list[int]]:
-    """Supervised slots that carry a gradient, as places in [Q], by slot of the block."""
+    """Supervised slots that carry a gradient and have one right label, as places in [Q], by slot of the block."""
     places: dict[int, list[int]] = {}
-    for index, slot, _ in supervised(probe):
+    for index, slot, position in supervised(probe):
         place = index * probe.block_size + slot
-        if trace.gradient_QD[place].norm() > 0:
+        sure = wants_data(probe) or not probe.unsure[position - 1]
+        if sure and trace.gradient_QD[place].norm() > 0:
             places.setdefault(slot, []).append(place)
     return places
 

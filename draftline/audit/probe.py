@@ -7,7 +7,7 @@ random, because a target that repeats itself, or an easy answer, hides a label t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from draftline.audit.drafter_reference import DrafterView, view_of_config
-from draftline.audit.reference import ReferenceForward, naive_anchors, target_forward
+from draftline.audit.reference import ReferenceForward, clear_states, naive_anchors, target_forward
 from draftline.audit.subject import AuditSubject, NotApplicable
 from draftline.config import decay_gamma, sent_beside_states
 from draftline.data.sampler import RowPlan
@@ -136,6 +136,12 @@ class Probe:
         """The same in what the loss computes: through the target's head, and in the drafter's precision."""
         return max(self.tolerance, _rounding(self.subject.run.drafter.dtype))
 
+    def clear_states(self, normed_nD: Tensor, ids_n: Sequence[int]) -> Tensor:
+        """[n, D] float32 states near the given ones that say these tokens, which the drafter can say, for certain."""
+        cap, factor = self.view.final_logit_softcapping, self.view.output_multiplier
+        most = float("inf") if cap is None else cap / abs(factor)
+        return clear_states(self.subject.target.model, normed_nD, ids_n, self.kept_ids, most).to(self.device)
+
     # Conversations and what the target makes of them.
 
     @cached_property
@@ -211,6 +217,13 @@ class Probe:
         own = torch.cat([forward.next_ids.cpu() for forward in self.reference])
         best = torch.cat([self.sayable(forward.logits).argmax(-1).cpu() for forward in self.reference])
         return own.tolist(), best.tolist()
+
+    @cached_property
+    def unsure(self) -> list[bool]:
+        """Per row position, whether the target may as well say another token, or another of those that can be said."""
+        can_say = [replace(f, logits=f.logits[:, self.kept_ids.to(f.logits.device)]) for f in self.reference]
+        pairs = zip(self.reference, can_say, strict=True)
+        return [bool(a or b) for f, some in pairs for a, b in zip(f.ties, some.ties, strict=True)]
 
     @cached_property
     def plan(self) -> RowPlan:

@@ -129,10 +129,10 @@ def test_embedding_and_head_are_the_models_own(family: str) -> None:
     if family != "gpt2":  # which adds positions
         torch.testing.assert_close(embedding_of(model)(ids), forward.first_input.double())
     scales = (target.head.output_multiplier, target.head.final_logit_softcapping)
-    found = head_of(model, *scales, None)(forward.normed.double())
+    found = head_of(model, *scales, None).logits(forward.normed.double())
     torch.testing.assert_close(found, forward.logits.double(), rtol=1e-4, atol=1e-5)
     kept = torch.tensor([1, 5, 17])
-    torch.testing.assert_close(head_of(model, *scales, kept)(forward.normed.double()), found[:, kept])
+    torch.testing.assert_close(head_of(model, *scales, kept).logits(forward.normed.double()), found[:, kept])
 
 
 def test_gaps_and_the_best_of_some_tokens() -> None:
