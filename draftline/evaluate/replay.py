@@ -44,6 +44,8 @@ class KeptAnswer(BaseModel):
     """Without the prompt, with the stop token."""
     text: str | None
     """Of the output, without its stop token; none where the target has no tokenizer."""
+    plain_text: str | None
+    """The same without special tokens, as some servers write it."""
     target_forwards: int = Field(ge=0)
     """After the prompt's own."""
     drafted_blocks: tuple[tuple[TokenId, ...], ...]
@@ -181,7 +183,8 @@ def keep_answers(
         yield KeptAnswer(
             input_ids=tuple(prompt),
             output_ids=tuple(answer.output_ids),
-            text=_text(target, answer.output_ids, stop_token_ids),
+            text=_text(target, answer.output_ids, stop_token_ids, special=True),
+            plain_text=_text(target, answer.output_ids, stop_token_ids, special=False),
             target_forwards=answer.target_forwards,
             drafted_blocks=tuple(tuple(block) for block in answer.drafted_blocks),
             output_gaps=tuple(watched.output_gaps),
@@ -300,8 +303,8 @@ def _ahead(logits_V: Tensor, rows: Tensor, expected: int) -> float:
     return float(logits_V.max() - logits_V[row[0, 0]]) if len(row) else math.inf
 
 
-def _text(target: Target, output_ids: Sequence[int], stop_token_ids: Collection[int]) -> str | None:
+def _text(target: Target, output_ids: Sequence[int], stop_token_ids: Collection[int], *, special: bool) -> str | None:
     if target.tokenizer is None:
         return None
     ids = list(output_ids[:-1] if output_ids[-1] in stop_token_ids else output_ids)
-    return str(target.tokenizer.decode(ids, skip_special_tokens=False))
+    return str(target.tokenizer.decode(ids, skip_special_tokens=not special))

@@ -75,6 +75,7 @@ class EngineServer:
         self.edit_metrics: Callable[[str], str] = str
         self.script: Callable[[list[int], int], Answer] | None = None
         self.text_only, self.drafted = False, DRAFTED
+        self.left_out: set[int] = set()
         self.at_once = self.most_at_once = 0
         self._accepted: list[int] = []
         self._tokens = 0
@@ -180,7 +181,7 @@ class EngineServer:
         tokens = answer.output_ids
         events: list[dict[str, Any]] = [
             {"index": 0, "content": _text([token], answer, place == len(tokens)), "stop": False}
-            | ({} if self.text_only else {"tokens": [token]})
+            | ({} if self.text_only else {"tokens": [] if token in self.left_out else [token]})
             for place, token in enumerate(tokens, start=1)
         ]
         timings: dict[str, Any] = {"prompt_n": len(request["prompt"]), "predicted_n": len(tokens)}

@@ -56,6 +56,7 @@ def test_gaps_that_decide_are_those_up_to_the_first_that_fell() -> None:
         input_ids=(9,),
         output_ids=(1, 2, 3, 4, 5),
         text=None,
+        plain_text=None,
         target_forwards=2,
         drafted_blocks=((2, 7, 8), (4, 5, 6)),
         output_gaps=(1.0,) * 5,

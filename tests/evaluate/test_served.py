@@ -26,7 +26,8 @@ def kept(number: int, **changes: Any) -> KeptAnswer:
     fields = {
         "input_ids": tuple(range(5, 9 + number)),
         "output_ids": output,
-        "text": f"the answer to question {number} in quite a few words",
+        "text": f"<think>the answer to question {number} in quite a few words",
+        "plain_text": f"the answer to question {number} in quite a few words",
         "target_forwards": 3,
         "drafted_blocks": ((output[1], output[2], 9), (output[4], 9, 9), (output[6], STOP, 9)),
         "output_gaps": (2.0,) * 8,
@@ -168,7 +169,7 @@ def test_the_same_ids_in_other_words_are_another_tokenizer(start: Any) -> None:
     verdict = ask(start("vllm", lambda _kept, answer: replace(answer, text="zzz 123 zzz")))
     assert not verdict.served_as_trained
     assert verdict.reason == "token ids are those of the proof, their text is not: it has another tokenizer"
-    spoken = ask(start("vllm", lambda kept, answer: replace(answer, text=f" <think>{kept.text}\n")))
+    spoken = ask(start("vllm", lambda kept, answer: replace(answer, text=f" {kept.plain_text}\n")))
     assert spoken.served_as_trained  # blanks and special tokens are shown or not
 
 
@@ -237,6 +238,9 @@ def test_text_alone_is_compared_with_the_text_of_the_proof(program: Program, sta
     verdict = ask(server)
     assert verdict.served_as_trained
     assert [answer.forwards for answer in verdict.answers] == [3] * 10
+    plain = start(program, lambda kept, answer: replace(answer, text=f"{kept.plain_text}\N{REPLACEMENT CHARACTER}\n"))
+    plain.text_only = True
+    assert ask(plain).served_as_trained
     other = start(program, lambda kept, answer: replace(answer, text=f"{kept.text} and more"))
     other.text_only = True
     assert "10 of 10 outputs are not those of the proof" in ask(other).reason
@@ -244,11 +248,21 @@ def test_text_alone_is_compared_with_the_text_of_the_proof(program: Program, sta
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_text_alone_needs_a_text_to_compare_with(program: Program, start: Any) -> None:
-    answers = [kept(number, text=None) for number in range(3)]
+    answers = [kept(number, text=None, plain_text=None) for number in range(3)]
     server = start(program, lambda _kept, answer: replace(answer, text="words"), answers)
     server.text_only = True
     with pytest.raises(ServerError, match=r"answers with text only, without token ids.*serve with a version"):
         ask(server, answers)
+
+
+def test_tokens_inside_a_character_are_made_up_for_by_the_text(start: Any) -> None:
+    """llama.cpp sends no token that ends inside a character, and counts it."""
+    server = start("llamacpp")
+    server.left_out = {20 + number + 2 for number in range(10)}
+    assert ask(server).served_as_trained
+    other = start("llamacpp", lambda kept, answer: replace(answer, text=f"{kept.text}!"))
+    other.left_out = server.left_out
+    assert "10 of 10 outputs are not those of the proof" in ask(other).reason
 
 
 def test_a_stop_token_need_not_be_sent(start: Any) -> None:
