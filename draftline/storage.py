@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,10 @@ OWNED = {
     "generation_config.json",
     "meta.json",
     "report.json",
-    "run.json",
     "state.json",
     "tokenizer.json",
 }
-"""JSON files that models, drafters, prepared data, runs and checkpoints consist of."""
+"""JSON files that models, drafters, prepared data and checkpoints consist of; a run has one more."""
 
 
 def unused_folder(path: Path) -> Path:
@@ -55,9 +54,9 @@ def unused_folder(path: Path) -> Path:
     return path
 
 
-def new_json(path: Path | None) -> Path | None:
-    """A place for a JSON file, or a pipe; raises as `_new_file`."""
-    return _new_file(path, (".json",))
+def new_json(path: Path | None, owned: Collection[str] = ()) -> Path | None:
+    """A place for a JSON file, or a pipe, but for names that are `owned` by something else; raises as `_new_file`."""
+    return _new_file(path, (".json",), owned)
 
 
 def new_page(path: Path | None) -> Path | None:
@@ -97,14 +96,14 @@ def keep_apart(written: Iterable[Path | None], read: Iterable[str | Path | None]
         places.add(path.resolve())
 
 
-def _new_file(path: Path | None, suffixes: tuple[str, ...]) -> Path | None:
+def _new_file(path: Path | None, suffixes: tuple[str, ...], owned: Collection[str] = ()) -> Path | None:
     """Refuse a place that cannot be written, or that holds what is not a result of this kind."""
     if path is None:
         return None
     if path.name == "-":
         raise StorageError("- is not a file: name one; /dev/stdout puts the result behind the table")
     check_writable(path)
-    if path.name in OWNED and path.exists():
+    if path.name in {*OWNED, *owned} and path.exists():
         raise StorageError(f"{path} belongs to what lies in {path.absolute().parent}: name another file")
     if path.is_file() and not is_stream(path) and path.suffix.lower() not in (*suffixes, ""):
         raise StorageError(f"{path} exists and is not a {suffixes[0]} file: name another file, so that it is not lost")

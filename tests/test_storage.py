@@ -10,6 +10,7 @@ from threading import Thread
 import pytest
 
 from draftline import cli
+from draftline.commands.options import new_result
 from draftline.errors import StorageError
 from draftline.storage import (
     check_writable,
@@ -106,10 +107,10 @@ def test_an_older_result_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     for name in ("a.json", "data.csv"):
         with pytest.raises(StorageError, match=r"exists and is not a \.html file"):
             new_page(tmp_path / name)
-    for name in (IDENTITY_FILE, STATE_FILE, "tokenizer.json"):
+    for name, place in ((IDENTITY_FILE, new_result), (STATE_FILE, new_json), ("tokenizer.json", new_json)):
         (tmp_path / name).write_text("{}")
         with pytest.raises(StorageError, match="belongs to what lies in"):
-            new_json(tmp_path / name)
+            place(tmp_path / name)
     with pytest.raises(StorageError, match="is not a file"):
         new_json(Path("-"))
 

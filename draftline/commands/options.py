@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
@@ -16,9 +17,17 @@ from draftline.errors import ConfigError
 from draftline.options import Word, Written
 from draftline.storage import new_json, new_page, new_pictures, unused_folder
 
+
+def new_result(path: Path | None) -> Path | None:
+    """A place for a JSON file, which is not that of a run."""
+    from draftline.train.run_folder import IDENTITY_FILE  # slow to load, and needed late
+
+    return new_json(path, {IDENTITY_FILE})
+
+
 PLACES: dict[str, Callable[[Any], Any]] = {
     "folder": unused_folder,
-    "json": new_json,
+    "json": new_result,
     "page": new_page,
     "pictures": new_pictures,
 }
