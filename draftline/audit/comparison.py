@@ -365,7 +365,7 @@ class Judge:
         None where everything is float32. Of a narrow head alone, what its rounding moves at all; of narrow products,
         more than what rounded operands move, because sums are rounded as well.
         """
-        low = run.drafter.dtype
+        low = computed_in(run)
         if low == torch.float32:
             return (oracle.step_gradient(drafter, rows, anchors, run.config.loss) if is_narrow(run) else None), 1.0
         weights = {name: tensor.to(low).double() for name, tensor in drafter.weights.items()}
@@ -445,9 +445,16 @@ def as_computed(run: Run, drafter: ReferenceDrafter) -> ReferenceDrafter:
     return drafter if wide else drafter.with_head_in(run.target.dtype)
 
 
+def computed_in(run: Run) -> torch.dtype:
+    """Number format of the drafter's products by the settings, whatever the drafter at hand is left with."""
+    wanted = run.config.train.precision
+    low = wanted == "bfloat16" or (wanted == "auto" and run.drafter.device.type != "cpu")
+    return torch.bfloat16 if low else torch.float32
+
+
 def is_narrow(run: Run) -> bool:
     """Whether logits of the drafter come in a narrow number format, so that ties are frequent."""
-    return run.drafter.dtype != torch.float32 or run.target.dtype not in (torch.float32, torch.float64)
+    return computed_in(run) != torch.float32 or run.target.dtype not in (torch.float32, torch.float64)
 
 
 def near_ties(heard: oracle.Spoken, low: bool) -> int:

@@ -150,7 +150,28 @@ def token_ids(probe: Probe) -> Problem | None:
     doubled = [s.sample_id for s in samples if s.input_ids[:2].tolist() in starts]
     if doubled:
         return Problem(f"{len(doubled)} of {len(samples)} conversations begin with two BOS tokens", fix)
+    return _spelled_marks(probe, samples, fix)
+
+
+def _spelled_marks(probe: Probe, samples: Sequence[Sample], fix: str) -> Problem | None:
+    """Control tokens of the template must be tokens: spelled in letters they mean nothing to the target."""
+    tokenizer = probe.subject.target.tokenizer
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+    special, conversations = set(tokenizer.all_special_ids), [sample.input_ids.tolist() for sample in samples]
+    for token in dict.fromkeys(token for token in _rendered(probe, None) if token in special):
+        text = decoded_text(tokenizer, [token])
+        letters: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        inner = letters[1:-1] or letters  # those at the ends may have merged with what is beside them
+        spelled = sum(token not in ids and _contains(ids, inner) for ids in conversations)
+        if spelled > 0.5 * len(samples):
+            found = f"{spelled} of {len(samples)} conversations spell {text!r} in {len(letters)} ordinary tokens"
+            return Problem(f"{found} where the template has token {token}", fix)
     return None
+
+
+def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
+    return any(ids[start : start + len(part)] == part for start in range(len(ids) - len(part) + 1))
 
 
 @check("DAT007", "conversations are repeated, or held-out ones are trained on")

@@ -15,9 +15,11 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
+from draftline import run as run_module
 from draftline.audit.drafter_reference import DrafterView, reference_block
 from draftline.audit.exported import exported, view_of
 from draftline.audit.finding import Problem, check
+from draftline.audit.oracle_decoding import last_answer
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.audit.subject import NotApplicable
@@ -240,6 +242,20 @@ def teacher_forced(probe: Probe) -> Problem | None:
             return Problem(
                 f"a drafter of known errors is estimated at {estimate:.2f} and decodes at {decoded:.2f} (with bonus)",
                 "walk over the target's own answer: streak from the first token on, jump streak + 1, repeat",
+            )
+    return _walks_elsewhere(probe)
+
+
+def _walks_elsewhere(probe: Probe) -> Problem | None:
+    """The estimate of a held-out conversation is of its last answer, from the first token of it on."""
+    for sample in probe.samples:
+        start, end = last_answer(sample.loss_mask)
+        prompt, answer = run_module.split_last_answer(sample)
+        if (len(prompt), len(answer)) != (start, end - start):
+            return Problem(
+                f"an answer at {start}..{end - 1} of a conversation is walked over at {len(prompt)}.."
+                f"{len(prompt) + len(answer) - 1}",
+                "walk over the last supervised run of tokens, and only that",
             )
     return None
 

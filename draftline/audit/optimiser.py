@@ -11,7 +11,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
@@ -241,6 +241,12 @@ def _forgotten_progress() -> Problem | None:
 @check("OPT008", "training changes the target", needs=("DRF001",))
 def target_untouched(probe: Probe) -> Problem | None:
     target = probe.subject.target.model
+    shared = _in_memory_of(target, probe.subject.draft_model)
+    if shared:
+        return Problem(
+            f"{len(shared)} of the drafter's tensors lie in the target's own memory, first {shared[0]}",
+            "copy the target's weights: load_state_dict without assign",
+        )
     before = {name: p.detach().sum(dtype=torch.float64).item() for name, p in target.named_parameters()}
     drafter = _twin(probe)
     _step(probe, drafter)
@@ -251,6 +257,12 @@ def target_untouched(probe: Probe) -> Problem | None:
     return Problem(
         f"two steps changed {len(changed)} of its tensors {changed[:3]}", "requires_grad_(False) on the target"
     )
+
+
+def _in_memory_of(target: nn.Module, drafter: nn.Module) -> list[str]:
+    """Names of the drafter's parameters that move a parameter of the target when they move."""
+    held = {p.untyped_storage().data_ptr() for p in target.parameters()}
+    return [name for name, p in drafter.named_parameters() if p.untyped_storage().data_ptr() in held]
 
 
 @check("OPT009", "the run does not fit into memory")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,12 +10,16 @@ import torch
 
 from draftline.data.accounting import Accounting
 from draftline.data.prepare import Preparation
+from draftline.data.template import ChatTemplate
+from draftline.options import GenerationSettings
 from draftline.records import Sample
+from draftline.targets import regenerate as regenerate_module
 from tests.zoo.fault import fault, packing, unchecked_data, with_samples
 from tests.zoo.pipeline import Recipe, World, chat_tokenizer
 
 CHAT = Recipe(data="chats")
 ROWS = Recipe(data="rows")
+ASKED = Recipe(data="asked")
 
 
 # Packing.
@@ -150,3 +155,22 @@ def _(world: World) -> None:
     for row in world.rows[::2]:
         answer = row["messages"][1]
         answer["content"] = f"<think> Well. </think> {answer['content']}"
+
+
+@fault("control tokens are split into letters", "B14", "DAT006", ROWS)
+def _(world: World) -> None:
+    def encode(template: ChatTemplate, texts: Sequence[str]) -> list[Any]:
+        found = template.tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)
+        return list(found.encodings)
+
+    world.patch.setattr(ChatTemplate, "encode", encode)
+
+
+@fault("the target answers under another template option than its data is prepared with", "B99", "DAT005", ASKED)
+def _(world: World) -> None:
+    world.answering = GenerationSettings(max_new_tokens=14, template_options={"polite": True})
+
+
+@fault("the target answers on behind its own stop token", "B105", "DAT004", ASKED)
+def _(world: World) -> None:
+    world.patch.setattr(regenerate_module, "stop_token_ids", lambda _model, _tokenizer: frozenset({0}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -30,11 +31,14 @@ from draftline.audit.folders import subject_of_run
 from draftline.audit.life import MemoryConversations, drawn_data
 from draftline.audit.subject import AuditSubject
 from draftline.config import RunConfig
-from draftline.data.prepare import PrepareOptions, prepare
+from draftline.data.answers import AnswerStore
+from draftline.data.prepare import prepare
 from draftline.data.split import RunData, choose_conversations
+from draftline.options import GenerationSettings, PrepareOptions
 from draftline.records import Sample
 from draftline.run import Run, assemble, open_data
-from draftline.targets.model import Target, build_target
+from draftline.targets.model import Target, build_target, load_target
+from draftline.targets.regenerate import TargetAnswers
 
 VOCABULARY = 96
 MASK = VOCABULARY - 1
@@ -90,13 +94,15 @@ class Recipe:
     """What a run is made of: its target's configuration, its settings, its data.
 
     Attributes:
-        data: `answers` that the target wrote to random tokens, `chats` in a template, `rows` of chats that go through
-            `prepare`, or `none` yet.
+        data: `answers` that the target wrote to random tokens, `long` ones among them, `chats` in a template, `rows` of
+            chats that go through `prepare`, `asked` rows that the target answers there, or `none` yet.
+        loaded: whether the target is loaded from a checkpoint.
     """
 
     target: PretrainedConfig = field(default_factory=qwen3)
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    data: Literal["answers", "chats", "rows", "none"] = "answers"
+    data: Literal["answers", "long", "chats", "rows", "asked", "none"] = "answers"
+    loaded: bool = False
 
 
 def in_precision(recipe: Recipe, target: str, drafter: str) -> Recipe:
@@ -137,6 +143,7 @@ class World:
         heldout: conversations to be measured with.
         rows: chats as a user has them, prepared when the run is assembled.
         options: how they are prepared.
+        answering: how the target answers them there; none: it does not.
         patch: changes code until the end of the test.
         folder: for prepared data.
     """
@@ -147,6 +154,7 @@ class World:
     heldout: list[Sample]
     rows: list[dict[str, Any]]
     options: PrepareOptions
+    answering: GenerationSettings | None
     patch: pytest.MonkeyPatch
     folder: Path
 
@@ -156,10 +164,19 @@ class World:
         config = run_config(recipe.settings)
         dtype = torch.float32 if config.target.dtype == "auto" else getattr(torch, config.target.dtype)
         target = small_target(recipe.target, dtype=dtype)
-        if recipe.data in ("chats", "rows"):
+        if recipe.data in ("chats", "rows", "asked"):
             target = replace(target, tokenizer=chat_tokenizer())
         samples, heldout, rows = _data(target, recipe)
-        return World(config, target, [*samples], [*heldout], copy.deepcopy(rows), PrepareOptions(), patch, folder)
+        answering = GenerationSettings(max_new_tokens=14) if recipe.data == "asked" else None
+        if recipe.loaded:
+            target.model.save_pretrained(folder / "target")
+            target = load_target(config.target.model_copy(update={"name": str(folder / "target")}))
+        world = World(
+            config, target, [*samples], [*heldout], copy.deepcopy(rows), PrepareOptions(), answering, patch, folder
+        )
+        if config.pipeline.states_path is not None:
+            world.set("pipeline", states_path=folder / config.pipeline.states_path)
+        return world
 
     def set(self, section: str, **values: object) -> None:
         """Change settings of one section."""
@@ -180,7 +197,11 @@ class World:
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / "rows.jsonl"
         file.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        prepare(chat_tokenizer(), [str(file)], self.folder / "data", self.options)
+        tokenizer, out = chat_tokenizer(), self.folder / "data"
+        with closing(AnswerStore(self.folder / "answers.jsonl")) as store:
+            asked = self.answering
+            answerer = None if asked is None else TargetAnswers(self.target.model, tokenizer, store, asked)
+            prepare(tokenizer, [str(file)], out, self.options, answerer)
         self.set("data", path=self.folder / "data", heldout_fraction=0.25)
         return choose_conversations(self.config, *open_data(self.config))
 
@@ -208,7 +229,14 @@ _MADE: dict[str, Conversations] = {}
 
 
 def _data(target: Target, recipe: Recipe) -> Conversations:
-    make = {"answers": own_answers, "chats": chats, "rows": chat_rows, "none": lambda _target: ([], [], [])}
+    make = {
+        "answers": own_answers,
+        "long": long_answers,
+        "chats": chats,
+        "rows": chat_rows,
+        "asked": chat_rows,
+        "none": lambda _target: ([], [], []),
+    }
     key = f"{recipe.data} {target.dtype} {recipe.target.to_json_string()}"
     if key not in _MADE:
         _MADE[key] = make[recipe.data](target)
@@ -234,7 +262,17 @@ def own_answers(target: Target, count: int = 12) -> Conversations:
     return samples[: count - 2], samples[count - 2 :], []
 
 
+def long_answers(target: Target) -> Conversations:
+    """The same, a few of them several times as long."""
+    samples, heldout, _ = own_answers(target, 8)
+    prompts = torch.randint(3, MASK, (3, 8), generator=torch.Generator().manual_seed(4))
+    rows = _answered(target, prompts, 112, [MASK])
+    longer = [Sample(0, ids, torch.arange(len(ids)) >= 8) for ids in rows]
+    return [*samples, *longer], heldout, []
+
+
 CHAT_TEMPLATE = (
+    "{% if polite %}<|im_start|>system\nPlease.<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )

@@ -13,12 +13,30 @@ from pathlib import Path
 import pytest
 
 from draftline.audit import CHECKS, AuditReport, run_audit
-from tests.zoo import faults_data, faults_drafter, faults_serving, faults_target, faults_training, faults_vocabulary
+from tests.zoo import (
+    faults_data,
+    faults_drafter,
+    faults_life,
+    faults_rows,
+    faults_serving,
+    faults_target,
+    faults_training,
+    faults_vocabulary,
+)
 from tests.zoo.conftest import COLUMNS
 from tests.zoo.fault import ZOO, Fault
 from tests.zoo.pipeline import World
 
-ENTRIES = (faults_target, faults_data, faults_drafter, faults_training, faults_serving, faults_vocabulary)
+ENTRIES = (
+    faults_target,
+    faults_data,
+    faults_drafter,
+    faults_training,
+    faults_rows,
+    faults_life,
+    faults_serving,
+    faults_vocabulary,
+)
 """Importing them fills the zoo."""
 
 IDS = [f"{planted.code}-{planted.name}" for planted in ZOO]
