@@ -283,6 +283,8 @@ def _judged(found: list[ServedAnswer], question: Question) -> tuple[bool, str, l
             f"{wrong[0].prompt + 1}: {wrong[0].forwards}, {wrong[0].expected} in the proof; in all {counted}, "
             f"{expected} in the proof: the drafter is not run as it was trained"
         )
+        if all(answer.outcome(ROUNDING["bfloat16"]) == "tie" for answer in wrong):
+            reason += ", or the server computes in 16 bits (the proof holds in float32: --dtype float32)"
         return False, reason, found, True
     many = f"{ties} of {len(found)} prompts part from the proof at near ties, which is no accident"
     return False, f"{many}: serve target and drafter in the number format of the proof", found, True

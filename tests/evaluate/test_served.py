@@ -155,6 +155,18 @@ def test_ties_everywhere_are_no_accident(start: Any) -> None:
     assert "4 of 10 prompts part from the proof at near ties, which is no accident" in verdict.reason
 
 
+def test_counts_that_16_bits_would_explain_say_so(start: Any) -> None:
+    close = kept(6, draft_gaps=((1.0, 1.0, 1.0), (1.0, 0.2, 1.0), (1.0,) * 3))
+    answers = [*ANSWERS[:6], close, *ANSWERS[7:]]
+    change: Change = lambda kept, answer: other_forwards(answer, [2, 0, 0, 1]) if kept is close else answer  # noqa: E731
+    said = "or the server computes in 16 bits (the proof holds in float32: --dtype float32)"
+    verdict = ask(start("vllm", change, answers), answers)
+    assert not verdict.served_as_trained
+    assert verdict.reason.endswith(said)
+    change = lambda kept, answer: other_forwards(answer, [2, 0, 0, 1]) if kept is answers[0] else answer  # noqa: E731
+    assert said not in ask(start("vllm", change, answers), answers).reason
+
+
 def test_another_model_is_told_by_its_first_tokens(start: Any) -> None:
     verdict = ask(start("vllm", lambda _kept, answer: other_output(answer, 0)))
     assert "most from their first token on: it serves another model, or one with another tokenizer" in verdict.reason
