@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from draftline import run as run_module
 from draftline.audit.drafter_reference import DrafterView, reference_block
@@ -23,19 +24,26 @@ from draftline.audit.oracle_decoding import last_answer
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.audit.subject import NotApplicable
+from draftline.data.conversations import Conversation, Message
+from draftline.data.prompts import Prompt
 from draftline.draft.attention import BlockLayout
 from draftline.errors import TargetError
 from draftline.evaluate import acceptance
 from draftline.evaluate.acceptance import Acceptance
+from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation
 from draftline.evaluate.result import CountedAnswer
 from draftline.formats.proof_prompts import before_answer, choose_prompts
+from draftline.options import EvaluationSettings
 
 _PROMPT = 9
 """Tokens of the probe prompt."""
 
 _PROMPTS = 4
 """Prompts of which one has to be answered without passing a near tie."""
+
+_MANY = 40
+"""Short answers that are walked over at once."""
 
 _NEVER = 1 << 30
 """Modulus of a drafter that never errs: every block is accepted whole."""
@@ -243,7 +251,7 @@ def teacher_forced(probe: Probe) -> Problem | None:
                 f"a drafter of known errors is estimated at {estimate:.2f} and decodes at {decoded:.2f} (with bonus)",
                 "walk over the target's own answer: streak from the first token on, jump streak + 1, repeat",
             )
-    return _walks_elsewhere(probe)
+    return _walks_elsewhere(probe) or _walks_lost(probe, answer)
 
 
 def _walks_elsewhere(probe: Probe) -> Problem | None:
@@ -258,6 +266,56 @@ def _walks_elsewhere(probe: Probe) -> Problem | None:
                 "walk over the last supervised run of tokens, and only that",
             )
     return None
+
+
+def _walks_lost(probe: Probe, answer: Answer) -> Problem | None:
+    """Many short answers: each is walked over, to its last token."""
+    many = [(answer.ids[: _PROMPT - i % 3], answer.wanted[: 2 + i % 3]) for i in range(_MANY)]
+    walks = acceptance.teacher_forced_walk(probe.subject.target, probe.subject.draft_model, many)
+    found, wanted = sum(walk.tokens for walk in walks), sum(len(output) - 1 for _, output in many)
+    if (len(walks), found) == (len(many), wanted):
+        return None
+    return Problem(
+        f"of {len(many)} short answers with {wanted} tokens after the first, {len(walks)} with {found} are walked over",
+        "walk over every answer from its first token to its last",
+    )
+
+
+@check(
+    "EVL008", "an evaluation ends or counts answers otherwise than decoding does", needs=("EVL001", "EVL002", "EVL003")
+)
+def evaluated(probe: Probe) -> Problem | None:
+    """One prompt through `draftline evaluate`, with a token of its own answer as what ends answers."""
+    target, model = probe.subject.target, probe.subject.draft_model
+    tokenizer, settings = target.tokenizer, target.model.generation_config
+    if tokenizer is None or not tokenizer.chat_template or settings is None:
+        raise NotApplicable("the target has no chat template")
+    prompt = Prompt("audit", 1, Conversation(messages=(Message(role="user", content="Name a colour, and say why."),)))
+    kept, limit = settings.eos_token_id, EvaluationSettings(max_new_tokens=2 * probe.block_size)
+    try:
+        settings.eos_token_id = None
+        plain = evaluate_prompts(target, model, [prompt], limit).per_prompt[0]
+        stop = plain.output_ids[len(plain.output_ids) // 2]
+        settings.eos_token_id = [stop]
+        ended = evaluate_prompts(target, model, [prompt], limit).per_prompt[0]
+    except TargetError as error:
+        raise NotApplicable(f"this target is not decoded here: {error}") from error
+    finally:
+        settings.eos_token_id = kept
+    stops = sorted({stop, *_ends(tokenizer)})
+    wanted = probe.subject.generate(model, ended.input_ids, limit.max_new_tokens, stops)
+    found = (ended.output_ids, ended.accepted_per_forward, ended.target_forwards)
+    if found == (wanted.output_ids, wanted.accepted_per_forward, wanted.target_forwards):
+        return None
+    return Problem(
+        f"with {stop} as a token that ends answers, an evaluation gives {len(ended.output_ids)} tokens in "
+        f"{ended.target_forwards} forwards, the decoder {len(wanted.output_ids)} in {wanted.target_forwards}",
+        "give the decoder the tokens that end an answer, and count what it gives back",
+    )
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
 
 
 @check("EVL006", "the trained drafter is hardly accepted", needs=("DRF001", "EVL001", "EVL002"))

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +29,25 @@ from draftline.config import RunConfig, TrainConfig, flatten
 from draftline.data.sampler import IntArray
 from draftline.data.split import Conversations, RunData
 from draftline.draft.attention import BlockLayout
-from draftline.draft.model import DFlashDraftModel
 from draftline.errors import Interrupted
-from draftline.formats import write
-from draftline.formats.load import load_drafter
+from draftline.formats.exporting import export_drafter
 from draftline.formats.programs import formats_for
+from draftline.options import ExportDtype, ExportSettings, Reader
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run, Watcher, assemble, train
 from draftline.targets.model import Target
+from draftline.train.run_folder import RunFolder
 from draftline.train.step import Drafter, StepResult
 
-STEPS, STOP_AFTER, ROWS_PER_STEP, PASSES = 5, 3, 2, 3
-"""With three rows a pass: two steps cross the end of a pass, the stop lies at one."""
+STEPS, STOPS, ROWS_PER_STEP, PASSES = 5, (1, 3), 2, 3
+"""With three rows a pass: two steps cross the end of a pass; one stop lies in the middle of a pass, one at the end."""
 
-_ROWS_PER_PASS = STOP_AFTER * ROWS_PER_STEP // 2
+_ROWS_PER_PASS = STOPS[-1] * ROWS_PER_STEP // 2
 _ANCHORS = 4
-_CONVERSATIONS, _HELDOUT, _WALKS = 9, 3, 2
+_CONVERSATIONS, _HELDOUT, _WALKS = 9, 6, 2
 _MOST_TOKENS, _FEWEST_TOKENS = 3000, 400
-ANSWER_TOKENS = 16
-"""Longest answer that is decoded at the end."""
+ANSWER_TOKENS, LONG_PROMPT = 16, 400
+"""Longest answer that is decoded at the end; tokens of the longest prompt."""
 
 _OPERATIONS_PER_PASS = 2e11
 """Multiplications and additions that a pass of the target may take on a CPU: two seconds or so."""
@@ -144,15 +145,14 @@ class Life:
     """What was lived.
 
     Attributes:
-        run: as it was assembled for the second session, now at its end.
-        folder: its run folder; exported: its best checkpoint, as `draftline export` writes it in bfloat16.
+        run: as it was assembled for the last session, now at its end.
+        folder: its run folder.
         reduced: what was reduced, in words.
         first_weights: the drafter's tensors before the first step.
     """
 
     run: Run
     folder: Path
-    exported: Path
     reduced: str
     first_weights: dict[str, Tensor]
 
@@ -263,22 +263,27 @@ def live(run: Run, observe: Observer) -> Iterator[Life]:
     with tempfile.TemporaryDirectory() as scratch, torch.random.fork_rng():
         place = Path(scratch)
         config, data, reduced = shrink(run, place)
-        first = _assembled(run, config, data)
-        weights = _copy_of(first.drafter.model)
-        with suppress(Interrupted):
-            _session(first, place / "run", observe, stop_after=STOP_AFTER)
-        second = _assembled(run, config, data)
-        _session(second, place / "run", observe, resume=True)
-        _export(load_drafter(place / "run", target=run.target).draft_model, place / "drafter", run.target)
-        yield Life(second, place / "run", place / "drafter", reduced, weights)
+        weights: dict[str, Tensor] = {}
+        for before, stop in pairwise((0, *STOPS, STEPS)):
+            lived = _assembled(run, config, data)
+            weights = weights or _copy_of(lived.drafter.model)
+            with suppress(Interrupted):
+                _session(lived, place / "run", observe, resume=before > 0, steps=stop - before)
+        yield Life(lived, place / "run", reduced, weights)
 
 
-def _export(draft_model: DFlashDraftModel, folder: Path, target: Target) -> None:
-    """As an export writes it, without the proof and the card that come on top."""
-    if formats_for(draft_model.config)[0] == "zlab":
-        write.export_zlab(draft_model, folder, "bfloat16")
-    else:
-        write.export_speculators(draft_model, folder, "bfloat16", verifier=target.name, target_head=target.head)
+def export_earliest(life: Life, dtype: ExportDtype) -> tuple[Path, int]:
+    """Export the run as if its earliest checkpoint that is left were its best, and say of which step it is.
+
+    Where best and last are one, an export of the wrong one would not show.
+    """
+    folder, out = RunFolder(life.folder), life.folder.parent / dtype
+    step = folder.checkpoint_steps()[0]
+    folder.point("best", step)
+    reader: Reader = "zlab" if formats_for(life.run.shape)[0] == "zlab" else "speculators"
+    settings = ExportSettings(reader=reader, dtype=dtype)
+    export_drafter(source=life.folder, out=out, target=life.run.target, settings=settings, proven=False)
+    return out, step
 
 
 def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
@@ -287,11 +292,12 @@ def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
     return replace(run, **vars(made))
 
 
-def _session(run: Run, folder: Path, observe: Observer, *, resume: bool = False, stop_after: int | None = None) -> None:
+def _session(run: Run, folder: Path, observe: Observer, *, resume: bool, steps: int) -> None:
+    """Train so many steps; a stop is asked for after the last."""
     done = 0
 
     def stop_requested() -> bool:
-        return stop_after is not None and done >= stop_after
+        return done >= steps
 
     @contextmanager
     def stopping() -> Iterator[Callable[[], bool]]:

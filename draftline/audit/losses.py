@@ -135,12 +135,15 @@ def right_slots(probe: Probe) -> Problem | None:
 def split_invariance(probe: Probe) -> Problem | None:
     with probe.shaken_weights():
         whole = _step_gradients(probe, [probe.row])
-        parts = _step_gradients(probe, [probe.row_of([item]) for item in probe.reference_captured])
+        parts = _step_gradients(probe, [probe.row_of([item]) for item in probe.reference_captured * 3])
         direct = _direct_gradients(probe)
     split = _gradient_difference(parts, whole)
     fix = "sum the loss over all rows and ranks of a step, and divide once by the global count of supervised slots"
     if split > probe.loss_tolerance:
-        return Problem(f"one row, or the same in three micro-batches: gradients differ by {split:.1e} (relative)", fix)
+        return Problem(
+            f"one row, or the same in nine micro-batches, three times each: gradients differ by {split:.1e} (relative)",
+            fix,
+        )
     ratio = _norm(whole) / max(_norm(direct), 1e-30)
     if max(abs(ratio - 1), _gradient_difference(whole, direct)) > probe.loss_tolerance:
         return Problem(f"the step's gradient is {ratio:.4f} times the sum over slots divided by their number", fix)

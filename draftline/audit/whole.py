@@ -8,7 +8,6 @@ where it first shows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,13 +23,14 @@ from draftline.audit import oracle
 from draftline.audit.comparison import Difference, Judge, is_narrow, text_of
 from draftline.audit.drafter_reference import drafter_of
 from draftline.audit.finding import CHECKS, Problem, check
-from draftline.audit.life import ANSWER_TOKENS, STOP_AFTER, Life, RecordedStep, live
+from draftline.audit.life import ANSWER_TOKENS, LONG_PROMPT, STOPS, Life, RecordedStep, export_earliest, live
 from draftline.audit.oracle_decoding import Decoded, decode, last_answer
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import model_forward
 from draftline.audit.subject import NotApplicable
 from draftline.evaluate import generate
 from draftline.formats.load import load_drafter
+from draftline.options import ExportDtype
 from draftline.run import Run
 from draftline.targets.model import TINY_FOLDER
 from draftline.train.log import whole_lines
@@ -173,7 +173,7 @@ def _checkpoints(life: Life, judge: Judge) -> None:
     lines = whole_lines(folder.metrics_path)
     streaks = {line["step"]: line["heldout_streak"] for _, line in lines if "heldout_streak" in line}
     saved, best = oracle.checkpoints(streaks, train, life.run.sampler.total_steps)
-    written = sorted({*saved, STOP_AFTER})
+    written = sorted({*saved, *STOPS})
     kept = sorted({*written[-train.keep_last :], *([] if best is None else [best])})
     fix = "best: the first of the highest held-out streaks; kept: it and the newest keep_last"
     found = {which: folder.checkpoint(which) for which in ("best", "last")}
@@ -197,57 +197,59 @@ def _checkpoints(life: Life, judge: Judge) -> None:
 
 
 def _export(life: Life, judge: Judge) -> None:
-    """The best checkpoint exported in bfloat16: its tensors, and the answers that it helps to decode."""
-    weights = judge.steps[_best_step(life) - 1].after
-    stored = load_file(life.exported / "model.safetensors")
-    wrong = [n for n, t in weights.items() if n != "d2t" and not torch.equal(stored.get(n, t), t.cpu().bfloat16())]
-    if wrong:
-        found = stored.get(wrong[0])
-        off = math.inf if found is None else float((found.double() - weights[wrong[0]].double().cpu()).abs().max())
-        what = f"{len(wrong)} tensors are not the trained ones rounded once to bfloat16"
-        text = f"{what}, first {wrong[0]}, off by {off:.1e}"
-        judge.say("RUN009", text, "round each float32 weight once, to nearest; change nothing else")
-    _answers(life, judge, {name: tensor if name == "d2t" else tensor.bfloat16() for name, tensor in weights.items()})
+    """A checkpoint exported in both formats: its tensors, and the answers that it helps to decode."""
+    dtypes: dict[ExportDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    for name, dtype in dtypes.items():
+        folder, step = export_earliest(life, name)
+        weights = {n: t if n == "d2t" else t.cpu().to(dtype) for n, t in judge.steps[step - 1].after.items()}
+        stored = load_file(folder / "model.safetensors")
+        wrong = [n for n, t in weights.items() if n != "d2t" and (n not in stored or not _bits(stored[n], t))]
+        if wrong:
+            what = f"{len(wrong)} tensors are not those of step {step} rounded once to {name}, first {wrong[0]}"
+            judge.say("RUN009", what, "the best checkpoint, each float32 weight rounded once to nearest, nothing else")
+    _answers(life, judge, folder, weights)
 
 
-def _best_step(life: Life) -> int:
-    folder = RunFolder(life.folder)
-    place = folder.checkpoint("best") or folder.checkpoint("last")
-    assert place is not None, "a life ends with a checkpoint"
-    return int(place.resolve().name.partition("-")[2])
+def _bits(found: Tensor, wanted: Tensor) -> bool:
+    return found.dtype == wanted.dtype and torch.equal(found, wanted)
 
 
-def _answers(life: Life, judge: Judge, weights: Mapping[str, Tensor]) -> None:
-    """Greedy answers with the exported drafter, against a decoder that recomputes everything."""
-    run, target = life.run, life.run.target
-    part, ids = (
-        (run.data.heldout, run.data.heldout_ids)
-        if run.data.heldout_ids.size
-        else (run.data.training, run.data.training_ids)
+def _answers(life: Life, judge: Judge, folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Greedy answers with an exported drafter to two prompts, against a decoder that recomputes everything."""
+    run, target, data = life.run, life.run.target, life.run.data
+    part, ids = (data.heldout, data.heldout_ids) if data.heldout_ids.size else (data.training, data.training_ids)
+    text, longest = (
+        text_of(part, int(ids[0])),
+        int(data.training_ids[data.training.lengths[data.training_ids].argmax()]),
     )
-    text = text_of(part, int(ids[0]))
     start, _ = last_answer(text.loss_mask)
-    prompt = text.input_ids[: max(1, start)].tolist()
-    model = load_drafter(life.exported, target=target).draft_model.to(target.device)
-    found = generate.generate(target, model, torch.tensor([prompt]), max_new_tokens=ANSWER_TOKENS)
+    model = load_drafter(folder, target=target).draft_model.to(target.device)
     reference = drafter_of(run.shape, weights, judge.model)
-    wanted = decode(reference, judge.model, prompt, ANSWER_TOKENS, ())
-    fix = "accept a drafted token only if it is the target's own; states of kept tokens only, in both caches"
+    limit = min(LONG_PROMPT, target.config.max_position_embeddings - ANSWER_TOKENS)
+    long = text_of(data.training, longest).input_ids[:limit].tolist()
+    for prompt, tokens in ((text.input_ids[: max(1, start)].tolist(), ANSWER_TOKENS), (long, ANSWER_TOKENS // 2)):
+        found = generate.generate(target, model, torch.tensor([prompt]), max_new_tokens=tokens)
+        unlike = _unlike_answer(found, decode(reference, judge.model, prompt, tokens, ()), judge.model)
+        if unlike is not None:
+            fix = "accept a drafted token only if it is the target's own; states of kept tokens only, in both caches"
+            judge.say("RUN010", f"after a prompt of {len(prompt)} tokens, {unlike}", fix)
+
+
+def _unlike_answer(found: generate.Generation, wanted: Decoded, model: PreTrainedModel) -> str | None:
+    """How an answer differs from the reference's, near ties left out."""
     if found.output_ids != wanted.output_ids:
-        place = next(
-            i for i, pair in enumerate(zip(found.output_ids, wanted.output_ids, strict=False)) if pair[0] != pair[1]
-        )
-        if wanted.output_gaps[place] > _tie(judge.model):
-            judge.say("RUN010", f"token {place} of an answer is not the target's own", fix)
-        return
+        pairs = enumerate(zip(found.output_ids, wanted.output_ids, strict=False))
+        place = next((i for i, (ours, theirs) in pairs if ours != theirs), None)
+        if place is None:
+            return f"the answer has {len(found.output_ids)} tokens instead of {len(wanted.output_ids)}"
+        return f"token {place} is not the target's own" if wanted.output_gaps[place] > _tie(model) else None
     for number, (ours, theirs) in enumerate(zip(found.drafted_blocks, wanted.drafted_blocks, strict=False)):
         if ours != theirs:
-            if _sure(wanted, number, ours, theirs, judge.model):
-                judge.say("RUN010", f"block {number} of an answer is drafted {ours}, by the reference {theirs}", fix)
-            return
+            sure = _sure(wanted, number, ours, theirs, model)
+            return f"block {number} is drafted {ours}, by the reference {theirs}" if sure else None
     if found.accepted_per_forward != wanted.accepted_per_forward:
-        text_of_counts = f"accepted per forward {found.accepted_per_forward}, by the rule {wanted.accepted_per_forward}"
-        judge.say("RUN010", text_of_counts, fix)
+        return f"accepted per forward {found.accepted_per_forward}, by the rule {wanted.accepted_per_forward}"
+    return None
 
 
 def _tie(model: PreTrainedModel) -> float:

@@ -98,6 +98,7 @@ def export_drafter(
     target: Target,
     settings: ExportSettings | None = None,
     given: Given | None = None,
+    proven: bool = True,
 ) -> ExportReport:
     """Write what a program needs to serve the drafter in `source`, checked, with its card, proof and command.
 
@@ -107,6 +108,7 @@ def export_drafter(
         settings: reader `speculators` writes that format, and so does `vllm` for a reduced vocabulary; all else is
             z-lab's.
         given: facts that the source leaves out.
+        proven: whether a proof comes with it; the audit's own short run leaves it out.
 
     Raises:
         CheckpointError: there is no usable drafter in `source`.
@@ -135,7 +137,7 @@ def export_drafter(
             audit_of_run=None if run is None else run.audit,
         )
     )
-    unproven = _write(loaded, out, form, dtype, target, serving.target, card, source)
+    unproven = _write(loaded, out, form, dtype, target, serving.target, card, source if proven else None)
     notes = [*loaded.notes, *unproven, *serving_notes(reader, serving)]
     if serving.target == "smollm2":
         notes.append("smollm2 is a name that servers do not know: save the target as a folder and name that instead.")
@@ -217,13 +219,13 @@ def _write(
     target: Target | None,
     verifier: str | None,
     card: str,
-    source: Path,
+    source: Path | None,
 ) -> list[str]:
-    """Write the folder, with its proof where there is a target; gives what to know about a proof that is missing."""
+    """Write the folder, with its proof where there are a target and a source; gives what to know of a missing one."""
     notes: list[str] = []
 
     def prove(written: Path) -> None:
-        if target is not None:
+        if target is not None and source is not None:
             fault = write_proof(written, target, choose_prompts(source, target))
             notes.extend([] if fault is None else [fault])
 

@@ -12,10 +12,11 @@ from draftline.audit.life import (
     PASSES,
     ROWS_PER_STEP,
     STEPS,
-    STOP_AFTER,
+    STOPS,
     MemoryConversations,
     RecordedStep,
     drawn_data,
+    export_earliest,
     live,
     shrink,
 )
@@ -38,7 +39,7 @@ def test_passes_end_where_a_step_crosses_them_and_where_the_run_is_stopped(tmp_p
     rows = plan_run(data.training_ids.tolist(), lengths, config.train)
     assert len(rows) == STEPS * ROWS_PER_STEP
     assert [sum(row.epoch == epoch for row in rows) for epoch in range(PASSES)] == [3, 3, 3]
-    assert rows[STOP_AFTER * ROWS_PER_STEP].epoch == 2
+    assert rows[STOPS[-1] * ROWS_PER_STEP].epoch == 2
     assert "train.epochs" not in said
     assert "train.log_every 3 -> 4" in said
     assert data.training is run.data.training
@@ -77,10 +78,12 @@ def test_every_step_is_seen_with_what_it_was_given(mode: str) -> None:
     before = {name: tensor.clone() for name, tensor in run.drafter.model.state_dict().items()}
     with live(run, lambda _run, step: seen.append(step)) as life:
         assert (life.folder / "last").exists()
-        assert (life.exported / "model.safetensors").exists()
+        folder, step = export_earliest(life, "bfloat16")
+        assert (folder / "model.safetensors").exists()
+        assert step < STEPS
     assert not life.folder.exists()
     assert [step.step for step in seen] == list(range(STEPS))
-    assert [step.resumed for step in seen] == [False] * STOP_AFTER + [True] + [False] * (STEPS - STOP_AFTER - 1)
+    assert [step.step for step in seen if step.resumed] == list(STOPS)
     for step in seen:
         assert len(step.batches) == ROWS_PER_STEP
         assert step.updates == 1
