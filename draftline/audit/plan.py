@@ -6,6 +6,7 @@ with; and rows on their way through the configured engine, many at a time while 
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -27,12 +28,14 @@ from draftline.audit.reference import role_ids
 from draftline.audit.subject import NotApplicable
 from draftline.config import DrafterConfig
 from draftline.data.dataset import PreparedDataset
-from draftline.data.sampler import Sampler
+from draftline.data.sampler import RowPlan, Sampler
 from draftline.data.split import RunData
+from draftline.draft.loss import StepMetrics
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run
+from draftline.train.log import metrics_record
 from draftline.transfer.pack import make_row
-from draftline.transfer.stage import DeviceStage
+from draftline.transfer.stage import DeviceStage, to_device
 from draftline.transfer.store import StatesStore, loop_identity
 
 _MOST_ROWS, _MOST_COUNTED = 200_000, 50_000_000
@@ -45,7 +48,7 @@ _WAITING, _WAITING_TOKENS = 20, 24
 @check("RUN014", "the run's plan at full size is not that of the recipe")
 def whole_plan(probe: Probe) -> Problem | None:
     run = _to_come(probe)
-    return _wrong_sides(run) or _wrong_rows(run) or _wrong_draw(run)
+    return _wrong_sides(run) or _wrong_rows(run) or _wrong_draw(run) or _wrong_evaluation(run, probe)
 
 
 @check("RUN015", "the drafter does not begin as its settings say", needs=("DRF012", "DRF013", "TGT011"))
@@ -146,6 +149,27 @@ def _wrong_draw(run: Run) -> Problem | None:
                 f"of conversations {list(texts)}, {len(found)} anchors are drawn with {name}, by the recipe "
                 f"{len(wanted)}{'' if len(found) != len(wanted) else ', others'}",
                 f"up to train.num_anchors = {train.num_anchors} of each conversation, by (seed, pass, sample id)",
+            )
+    return None
+
+
+def _wrong_evaluation(run: Run, probe: Probe) -> Problem | None:
+    """An evaluation of many short rows, against the same rows measured one by one."""
+    many = _many_rows(run, probe)
+    ids = many.data.training_ids
+    many = replace(many, data=RunData(many.data.training, ids, many.data.training, ids))
+    loop, parts = many.capture_loop(), []
+    for planned in oracle.plan_heldout(ids.tolist(), many.data.heldout.lengths[ids].tolist(), 2):
+        plan = RowPlan(planned.sequence_number, planned.step, planned.last_of_step, planned.epoch, planned.sample_ids)
+        parts.append(many.drafter.measure(to_device(make_row(plan, many.data.heldout, loop), many.drafter.device)))
+    wanted = metrics_record(StepMetrics.total(parts, many.shape.block_size), many.config.loss)
+    found = many.evaluate()
+    for name in ("loss", "accuracy", "streak"):
+        ours, theirs = float(found.get(name, math.nan)), float(wanted[name])
+        if not (math.isclose(ours, theirs, rel_tol=1e-5, abs_tol=1e-6) or (ours != ours and theirs != theirs)):
+            return Problem(
+                f"over {len(parts)} held-out rows, {name} is {ours:.6g}, row by row it is {theirs:.6g}",
+                "an evaluation reads every held-out row, once",
             )
     return None
 

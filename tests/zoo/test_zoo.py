@@ -19,6 +19,7 @@ from tests.zoo import (
     faults_life,
     faults_rows,
     faults_serving,
+    faults_sizes,
     faults_target,
     faults_training,
     faults_vocabulary,
@@ -35,6 +36,7 @@ ENTRIES = (
     faults_rows,
     faults_life,
     faults_serving,
+    faults_sizes,
     faults_vocabulary,
 )
 """Importing them fills the zoo."""
