@@ -133,7 +133,7 @@ class Judge:
         self.counts.append(
             counts_of(record.result.metrics if record.result else StepMetrics.zero(run.shape.block_size))
         )
-        self.steps.append(replace(record, batches=[], inputs=[], gradients={}, before={}))
+        self.steps.append(replace(record, batches=[], inputs=[], summed={}, gradients={}, before={}))
 
     # What is trained on, and where it begins.
 
@@ -331,8 +331,20 @@ class Judge:
             worst = max(off, key=off.__getitem__)
             text = f"{name}: {len(off)} of {len(wanted.gradients)} gradients differ from float64"
             self.say("RUN005", f"{text}, most {worst} by {off[worst]:.1e} (relative)", _LEARN)
+        self._clipped(record)
         self._counted(record, wanted, rounded, is_narrow(run))
         self._norm(record, wanted, rounded)
+
+    def _clipped(self, record: RecordedStep) -> None:
+        """Between autograd and the optimiser every number is multiplied by the same one, and nothing else."""
+        pairs = {name: (s.double(), record.gradients[name].double()) for name, s in record.summed.items()}
+        squares = sum(float(summed.square().sum()) for summed, _ in pairs.values())
+        factor = sum(float((summed * found).sum()) for summed, found in pairs.values()) / max(squares, 1e-300)
+        for name, (summed, found) in pairs.items():
+            if bool(((found - factor * summed).abs() > 1e-6 * factor * summed.abs() + 1e-30).any()):
+                text = f"step {record.step}: gradient of {name} is not what autograd added up times {factor:.6g}"
+                return self.say("RUN005", text, "divide and clip all gradients by one number, in float32")
+        return None
 
     def _norm(self, record: RecordedStep, wanted: oracle.StepGradient, rounded: oracle.StepGradient | None) -> None:
         allowed = _EXACT * wanted.norm + (0.0 if rounded is None else _MARGIN * abs(rounded.norm - wanted.norm))

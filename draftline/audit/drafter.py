@@ -19,12 +19,16 @@ from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.reference import naive_anchors, role_ids, target_forward
 from draftline.audit.target import has_learned_positions
 from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes, refuse_random_drafter
+from draftline.draft.attention import BlockLayout
 from draftline.records import PackedBatch
 from draftline.targets.layers import default_target_layer_ids
 from draftline.targets.rope import KINDS
 
 _SCALED = KINDS.keys() - {"default"}
 """Kinds of rotary scaling that a drafter takes over from its target."""
+
+_FAR = 1024
+"""Tokens before a block far into a document."""
 
 _SAME = 2e-4
 """Relative difference from a float64 computation that float32 explains, with weights of probe size."""
@@ -123,7 +127,25 @@ def training_equals_decoding(probe: Probe) -> Problem | None:
                 return Problem(
                     f"block at position {anchor - start}: decoded and trained outputs differ by {difference:.1e}", fix
                 )
+        length, difference = _far_from_start(probe)
+    if difference > _SAME:
+        return Problem(f"block at position {length}: decoded and trained outputs differ by {difference:.1e}", fix)
     return None
+
+
+@torch.no_grad()
+def _far_from_start(probe: Probe) -> tuple[int, float]:
+    """A position far into a document, and how the outputs of a block there differ between decoding and training."""
+    model, block = probe.subject.draft_model, probe.block_size
+    length = min(_FAR, probe.subject.target.config.max_position_embeddings - block - 1)
+    chosen = torch.randint(probe.states.shape[1], (length + 1,), generator=probe.generator(51))
+    states, embeddings = probe.states[:, chosen.to(probe.device)], probe.block_embeddings[:, :block]
+    layout = BlockLayout.at_end(length, block, probe.device)
+    trained = model(states, embeddings, layout, probe.subject.run.drafter.attention)[0]
+    cache = model.new_cache()
+    for start in range(0, length, length // 3 + 1):
+        model.extend_cache(cache, states[:, start : min(length, start + length // 3 + 1)])
+    return length, relative_difference(model.draft(cache, embeddings)[0], trained)
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
 from draftline.draft.attention import BlockLayout
 from draftline.errors import TargetError
-from draftline.evaluate import acceptance
+from draftline.evaluate import acceptance, generate
 from draftline.evaluate.acceptance import Acceptance
 from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation
@@ -44,6 +44,9 @@ _PROMPTS = 4
 
 _MANY = 40
 """Short answers that are walked over at once."""
+
+_DRAWS = 4000
+"""Drafted tokens that are verified by sampling."""
 
 _NEVER = 1 << 30
 """Modulus of a drafter that never errs: every block is accepted whole."""
@@ -312,6 +315,33 @@ def evaluated(probe: Probe) -> Problem | None:
         f"{ended.target_forwards} forwards, the decoder {len(wanted.output_ids)} in {wanted.target_forwards}",
         "give the decoder the tokens that end an answer, and count what it gives back",
     )
+
+
+@check("EVL009", "sampled answers are not distributed as the target's own", needs=("EVL001",))
+def sampled_as_target(probe: Probe) -> Problem | None:
+    """One drafted token of four, many times; expected counts within five standard deviations."""
+    generator = probe.generator(41)
+    draft = torch.tensor([[0.7, 0.2, 0.05, 0.05]], dtype=torch.float64)
+    target = torch.tensor([[0.05, 0.05, 0.2, 0.7], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
+    first, second = torch.zeros(4), torch.zeros(4)
+    for token in torch.multinomial(draft[0], _DRAWS, replacement=True, generator=generator).tolist():
+        accepted, following = generate.verify_sampled(torch.tensor([token]), draft, target, generator)
+        first[token if accepted else following] += 1
+        if accepted:
+            second[following] += 1
+    for place, counts, wanted in (("first", first, target[0]), ("second", second, target[1])):
+        number = counts.sum()
+        off = (counts - number * wanted).abs() - 5 * (number * wanted * (1 - wanted)).sqrt()
+        if bool((off > 0).any()):
+            return Problem(
+                f"shares of {place} tokens are {_shares(counts / number)}, the target's own {_shares(wanted)}",
+                "accept with min(1, p / q); after a rejection draw from what p has more than q (arXiv 2211.17192)",
+            )
+    return None
+
+
+def _shares(values: Tensor) -> str:
+    return ", ".join(f"{value:.3f}" for value in values.tolist())
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:

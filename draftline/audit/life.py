@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,8 @@ class RecordedStep:
         batches: the rows that the loop was given.
         inputs: what reached the drafter, one entry per row with a supervised slot.
         before, after: the drafter's tensors around it.
-        gradients: what the optimiser found, clipped; rates: of its groups.
+        summed: gradients as autograd has added them up; gradients: what the optimiser found, clipped; rates: of its
+            groups.
         updates: how often the optimiser moved.
         result: what the step returned.
     """
@@ -129,6 +131,7 @@ class RecordedStep:
     batches: list[PackedBatch]
     before: dict[str, Tensor]
     inputs: list[DrafterInput] = field(default_factory=list)
+    summed: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     rates: list[float] = field(default_factory=list)
     updates: int = 0
@@ -173,6 +176,7 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
             "log_every": 4,
             "eval_every": 2,
             "save_every": 2,
+            "keep_last": 3,  # where the rate falls to 0, the last two have the same weights
             "eval_walks": min(config.train.eval_walks, _WALKS),
         }
     )
@@ -346,6 +350,10 @@ def _recorded(drafter: Drafter, seen: Callable[[RecordedStep], None], resumed: b
                 )
             )
 
+    def summing(name: str, weight: Tensor) -> None:
+        if now and weight.grad is not None:
+            now[0].summed[name] = weight.grad.detach().clone()
+
     def updating(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if now:
             named = model.named_parameters()
@@ -366,6 +374,8 @@ def _recorded(drafter: Drafter, seen: Callable[[RecordedStep], None], resumed: b
     with ExitStack() as stack:
         stack.callback(model.register_forward_pre_hook(entering).remove)
         stack.callback(drafter.optimizer.register_step_pre_hook(updating).remove)
+        for name, weight in model.named_parameters():
+            stack.callback(weight.register_post_accumulate_grad_hook(partial(summing, name)).remove)
         drafter.step = recorded_step  # type: ignore[method-assign]
         stack.callback(drafter.__dict__.pop, "step")
         yield

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD
 
@@ -30,6 +31,7 @@ from draftline.audit.subject import NotApplicable
 from draftline.config import PUBLISHED_DECAY
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch
+from draftline.train import step
 
 _FITS = 0.9
 """Share of slots that an explanation has to fit to be named."""
@@ -183,6 +185,34 @@ def chunk_independent(probe: Probe) -> Problem | None:
     return Problem(
         f"in chunks of 5 slots the loss is {other.loss:.5f}, else {one.loss:.5f}; gradients differ by {difference:.1e}",
         "add the chunks' sums, each with its own slots and labels",
+    )
+
+
+@check("LOS010", "cross entropy is not taken in float32", needs=("LOS001",))
+def wide_cross_entropy(probe: Probe) -> Problem | None:
+    """Logits of the target's own width, bfloat16, against float64 over the same logits."""
+    generator = probe.generator(31)
+    hidden = torch.randn(48, 16, generator=generator)
+    weight = torch.randn(16, 64, generator=generator)
+    labels = torch.randint(64, (48,), generator=generator)
+    weights = torch.rand(48, generator=generator) + 0.5
+
+    def logits_of(hidden_mD: Tensor) -> Tensor:
+        return (hidden_mD @ weight).bfloat16()
+
+    results = step.cross_entropy_sum(hidden.requires_grad_(), labels, weights, logits_of, 20)
+    results.loss_sum.backward()
+    assert hidden.grad is not None
+    logits = logits_of(hidden.detach()).double()
+    wanted = float((F.cross_entropy(logits, labels, reduction="none") * weights).sum())
+    slopes = (logits.softmax(-1) - F.one_hot(labels, 64)) * weights[:, None]
+    off = relative_difference(hidden.grad.double(), slopes @ weight.double().T)
+    value = abs(float(results.loss_sum.detach()) - wanted) / wanted
+    if value < 1e-5 and off < 1e-2:
+        return None
+    return Problem(
+        f"over logits in bfloat16 the loss is off by {value:.1e} (relative), its gradient by {off:.1e}",
+        "widen logits to float32 before the exponentials",
     )
 
 

@@ -38,8 +38,8 @@ from draftline.transfer.pack import make_row
 from draftline.transfer.stage import DeviceStage, to_device
 from draftline.transfer.store import StatesStore, loop_identity
 
-_MOST_ROWS, _MOST_COUNTED = 200_000, 50_000_000
-"""Rows of a plan that are compared one by one; supervised tokens that are counted again."""
+_MOST_ROWS, _MOST_RATES, _MOST_COUNTED = 200_000, 10_000, 50_000_000
+"""Rows of a plan and rates that are compared one by one; supervised tokens that are counted again."""
 
 _WAITING, _WAITING_TOKENS = 20, 24
 """Rows that wait for a slow drafter, and tokens of each."""
@@ -48,7 +48,9 @@ _WAITING, _WAITING_TOKENS = 20, 24
 @check("RUN014", "the run's plan at full size is not that of the recipe")
 def whole_plan(probe: Probe) -> Problem | None:
     run = _to_come(probe)
-    return _wrong_sides(run) or _wrong_rows(run) or _wrong_draw(run) or _wrong_evaluation(run, probe)
+    return (
+        _wrong_sides(run) or _wrong_rows(run) or _wrong_rates(run) or _wrong_draw(run) or _wrong_evaluation(run, probe)
+    )
 
 
 @check("RUN015", "the drafter does not begin as its settings say", needs=("DRF012", "DRF013", "TGT011"))
@@ -115,6 +117,19 @@ def _wrong_rows(run: Run) -> Problem | None:
             return Problem(
                 f"(row, step, last of it, pass, conversations) is {ours}, by the recipe {theirs}",
                 "rows of at most train.tokens_per_row tokens, in the order of the pass",
+            )
+    return None
+
+
+def _wrong_rates(run: Run) -> Problem | None:
+    """The learning rate of every update of the whole run."""
+    total, optim = run.sampler.total_steps, run.config.optim
+    for step in np.unique(np.linspace(0, total - 1, min(total, _MOST_RATES)).astype(int)).tolist():
+        found, wanted = run.drafter.learning_rate(step), oracle.learning_rate(step, total, optim)
+        if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-15):
+            return Problem(
+                f"update {step} of {total} has the rate {found:.6g}, by the recipe {wanted:.6g}",
+                "warm up over optim.warmup_fraction of all steps, then fall along a cosine to optim.final_fraction",
             )
     return None
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from draftline.commands.evaluate import drafter_for, evaluate_drafter
 from draftline.commands.prepare import answer_and_prepare
+from draftline.commands.train import examine_and_train
 from draftline.config import DataConfig, TargetConfig
 from draftline.errors import StorageError
 from draftline.options import EvaluationSettings, ExportSettings, GenerationSettings, PrepareOptions, QuickstartCommand
@@ -67,7 +68,7 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     from draftline.data.prompts import read_prompts
     from draftline.formats.card import trained_mode
     from draftline.formats.exporting import export_drafter
-    from draftline.run import train_run
+    from draftline.run import open_run
     from draftline.targets.model import load_target, save_target
 
     recipe = quickstart_recipe()
@@ -86,7 +87,8 @@ def _quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
 
     say(f"3/5 training: {out / 'run'}")
     data = DataConfig(path=out / "data", heldout_path=out / "data" / "heldout")
-    trained = train_run(recipe.model_copy(update={"target": stored, "data": data}), out / "run", resume=True)
+    run = open_run(recipe.model_copy(update={"target": stored, "data": data}), out / "run", resume=True)
+    trained = examine_and_train(run, out / "run", resume=True)
 
     say(f"4/5 export: {out / 'drafter'}")
     remove_folder(out / "drafter")

@@ -12,22 +12,28 @@ from draftline.errors import AuditRefusal, ConfigError
 from draftline.options import TrainCommand
 
 if TYPE_CHECKING:
-    from draftline.run import Examination, Run
+    from draftline.run import Examination, Run, RunResult
 
 
 def train(options: TrainCommand) -> None:
     """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
     from draftline import run as runs
-    from draftline.train.run_folder import RunFolder
 
     words = [*options.flags.words(), *options.settings]
     wanted = train_settings(options.out, words, recipe=options.recipe, config=options.config, resume=options.resume)
     check_codes(options.allow)  # before a target is loaded for nothing
     run = runs.open_run(wanted, options.out, resume=options.resume)
-    # a run that is continued was examined before its first step
-    examination = None if RunFolder(options.out).exists else examine(run, options.allow)
-    trained = runs.train(run, options.out, resume=options.resume, examination=examination)
+    trained = examine_and_train(run, options.out, resume=options.resume, allow=options.allow)
     print(json.dumps(trained.to_json(), ensure_ascii=False))
+
+
+def examine_and_train(run: Run, out: Path, *, resume: bool, allow: Collection[str] = ()) -> RunResult:
+    """Train an opened run in a folder; one that is not continued is audited first. Raises as `examine` and `train`."""
+    from draftline import run as runs
+    from draftline.train.run_folder import RunFolder
+
+    examination = None if RunFolder(out).exists else examine(run, allow)
+    return runs.train(run, out, resume=resume, examination=examination)
 
 
 def train_settings(

@@ -6,21 +6,26 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftline import run as run_module
-from draftline.data.sampler import Sampler
+from draftline.data.sampler import Sampler, fill_rows
 from draftline.data.split import RunData
 from draftline.draft.model import DFlashDraftModel
 from draftline.engine import threads as threads_module
 from draftline.evaluate import acceptance as acceptance_module
+from draftline.evaluate import answer as answer_module
+from draftline.evaluate import generate as generate_module
 from draftline.formats import exporting
 from draftline.records import PackedBatch
 from draftline.run import Run
+from draftline.train import optim as optim_module
 from draftline.train import step as step_module
 from draftline.train.step import Drafter
 from draftline.transfer.store import StatesStore
+from tests.zoo import pipeline
 from tests.zoo.fault import fault
 from tests.zoo.pipeline import REDUCED, Recipe, World
 
@@ -47,14 +52,15 @@ def _(world: World) -> None:
     _assembling(world, epochs=lambda epochs: epochs - 1)
 
 
-@fault("only as many conversations are trained on as are held out at most", "B02", "RUN014")
+@fault("only as many conversations are trained on as are held out", "B02", "RUN014", Recipe(data="rows"))
 def _(world: World) -> None:
-    clean = run_module.assemble
+    clean = pipeline.choose_conversations
 
-    def assemble(config: Any, target: Any, data: RunData, *rest: Any) -> Run:
-        return clean(config, target, replace(data, training_ids=data.training_ids[:-1]), *rest)
+    def choose(*words: Any) -> RunData:
+        data = clean(*words)
+        return replace(data, training_ids=data.training_ids[: len(data.heldout_ids)])
 
-    world.patch.setattr(run_module, "assemble", assemble)
+    world.patch.setattr(pipeline, "choose_conversations", choose)
 
 
 @fault("a left-over cap on anchors", "B105", "RUN014")
@@ -211,12 +217,79 @@ def _(world: World) -> None:
     world.patch.setattr(run_module, "heldout_rows", lambda *words: clean(*words)[:4])
 
 
-@fault("positions of the draft cache end at 16", "B53", "RUN010")
+@fault("positions of the draft cache end at 256", "B53", "DRF007")
 def _(world: World) -> None:
-    clean = DFlashDraftModel._rotation
+    clean = DFlashDraftModel.extend_cache
 
-    def rotation(model: DFlashDraftModel, like: Tensor, positions: Tensor) -> Any:
-        grad = torch.is_grad_enabled() or len(positions) > 32
-        return clean(model, like, positions if grad else positions.clamp(max=31))
+    def extend(model: DFlashDraftModel, cache: Any, states: Tensor) -> None:
+        length, cache.length = cache.length, min(cache.length, 256)
+        clean(model, cache, states)
+        cache.length = length + states.shape[1]
 
-    world.patch.setattr(DFlashDraftModel, "_rotation", rotation)
+    world.patch.setattr(DFlashDraftModel, "extend_cache", extend)
+
+
+@fault("a warm-up of two steps at most", "B86", "RUN014", Recipe(settings={"train": {"max_steps": 200}}))
+def _(world: World) -> None:
+    clean = optim_module.learning_rate
+
+    def rate(step: int, total_steps: int, config: Any) -> float:
+        shares = {"warmup_fraction": min(config.warmup_fraction, 2 / total_steps)}
+        return clean(step, total_steps, config.model_copy(update=shares))
+
+    world.patch.setattr(step_module, "learning_rate", rate)
+
+
+@fault("the order of a pass is drawn within windows", "B19", "RUN014")
+def _(world: World) -> None:
+    def rows(sampler: Any, epoch: int) -> list[tuple[int, ...]]:
+        generator = np.random.default_rng([sampler._seed % 2**63, epoch])
+        parts = np.split(np.arange(len(sampler._lengths)), [4])
+        order = np.concatenate([generator.permutation(part) for part in parts])
+        return fill_rows(sampler._sample_ids[order], sampler._lengths[order], sampler._tokens_per_row)
+
+    world.patch.setattr(Sampler, "_rows_of_epoch", rows)
+
+
+@fault("cross entropy in bfloat16", "B58", "LOS010")
+def _(world: World) -> None:
+    clean = step_module.cross_entropy_sum
+
+    def narrow(hidden: Tensor, labels: Tensor, weights: Tensor, logits_of: Any, chunk: int) -> Any:
+        found = clean(hidden, labels, weights, logits_of, chunk)
+        rounded = found.loss_sum + (found.loss_sum.bfloat16().float() - found.loss_sum).detach()
+        return replace(found, loss_sum=rounded)
+
+    world.patch.setattr(step_module, "cross_entropy_sum", narrow)
+
+
+@fault("gradients rounded to bfloat16 before they are clipped", "B58", "RUN005")
+def _(world: World) -> None:
+    clean = torch.nn.utils.clip_grad_norm_
+
+    def clip(parameters: Any, *words: Any, **given: Any) -> Any:
+        weights = list(parameters)
+        for weight in weights:
+            if weight.grad is not None:
+                weight.grad = weight.grad.bfloat16().float()
+        return clean(weights, *words, **given)
+
+    world.patch.setattr(torch.nn.utils, "clip_grad_norm_", clip)
+
+
+@fault("an evaluation that nothing ends", "B95", "EVL008", Recipe(data="chats"))
+def _(world: World) -> None:
+    world.patch.setattr(answer_module, "stop_token_ids", lambda *_: frozenset())
+
+
+@fault("after a rejection a token is drawn from the whole of p", "B92", "EVL009")
+def _(world: World) -> None:
+    clean = generate_module.verify_sampled
+
+    def verify(drafted: Tensor, draft: Tensor, target: Tensor, generator: Any) -> tuple[int, int]:
+        accepted, following = clean(drafted, draft, target, generator)
+        if accepted < len(drafted):
+            following = int(torch.multinomial(target[accepted], 1, generator=generator))
+        return accepted, following
+
+    world.patch.setattr(generate_module, "verify_sampled", verify)
