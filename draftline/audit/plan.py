@@ -53,7 +53,7 @@ def whole_plan(probe: Probe) -> Problem | None:
     )
 
 
-@check("RUN015", "the drafter does not begin as its settings say", needs=("DRF012", "DRF013", "TGT011"))
+@check("RUN015", "the drafter does not begin as its settings say", needs=("DRF001", "DRF012", "DRF013", "TGT011"))
 def beginning(probe: Probe) -> Problem | None:
     run = _to_come(probe)
     return _wrong_shape(run) or _wrong_tokens(run) or _wrong_weights(run)
