@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,7 +105,8 @@ def test_gaps_say_how_close_each_streak_was_decided(monkeypatch: pytest.MonkeyPa
 def constant(run: RealRun, token: int, distance: float) -> ReferenceDrafter:
     """A drafter that says one token whatever it reads, by a distance of logits."""
     logits = distance * torch.nn.functional.one_hot(torch.tensor(token), run.target.vocab_size).double()
-    return replace(run.reference(), logits=lambda hidden: logits.expand(len(hidden), -1))
+    head = SimpleNamespace(logits=lambda hidden: logits.expand(len(hidden), -1))
+    return replace(run.reference(), head=head)
 
 
 def test_a_drafter_that_says_one_token_always_is_accepted_while_the_target_says_it() -> None:
