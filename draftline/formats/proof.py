@@ -313,24 +313,6 @@ def decoding_differences(proof: Proof, replay: Replay, target: Target, *, lossy:
     return lines
 
 
-def replay(folder: Path, target: Target) -> list[str]:
-    """Every difference between a folder and its proof, one line each: tensors first, then settings, then the decoding.
-
-    Raises:
-        CheckpointError: the folder cannot be read, or has no proof that can be used.
-        TargetError: it belongs to another target, or this one cannot be decoded here.
-    """
-    proof = read_proof(folder)
-    if proof is None:
-        raise CheckpointError(f"{folder} has no {PROOF_FILE}: export the drafter again to have one")
-    fault = other_target(proof, target)
-    if fault is not None:
-        raise CheckpointError(f"{folder / PROOF_FILE} cannot be used with {target.name}: {fault}")
-    files = file_differences(proof, folder, load_drafter(folder, target=target).config)
-    again = replay_decoding(proof, folder, target)
-    return [*files.lines, *decoding_differences(proof, again, target, lossy=files.lossy)]
-
-
 def same_format(proof: Proof, target: Target) -> bool:
     """Whether the proof holds token by token: the target computes in the number format that it did then."""
     return _name(target.dtype) == proof.precision.target_dtype
@@ -362,9 +344,9 @@ def tensor_differences(proof: Proof, files: DrafterFiles) -> FileDifferences:
             lines.append(f"{name} is {list(tensor.shape)}, the proof has {list(written.shape)}")
         elif stored == written.dtype:
             lines.append(f"{name} has other values than the proof")
-        elif not tensor.is_floating_point() or not hasattr(torch, written.dtype):
+        elif not tensor.is_floating_point() or written.dtype not in ROUNDING:
             lines.append(f"{name} is {stored}, the proof has {written.dtype}")
-        elif torch.finfo(tensor.dtype).bits <= torch.finfo(getattr(torch, written.dtype)).bits:
+        elif torch.finfo(tensor.dtype).bits <= torch.finfo(_dtype(written.dtype)).bits:
             lossy.append((name, stored, written.dtype))
         elif _same_values(tensor, written):
             converted.append((name, stored, written.dtype))
@@ -381,7 +363,7 @@ def tensor_differences(proof: Proof, files: DrafterFiles) -> FileDifferences:
 
 def _same_values(tensor: Tensor, written: ProvenTensor) -> bool:
     """Whether a tensor in a wider number format is exactly the written one."""
-    narrow = tensor.to(getattr(torch, written.dtype))
+    narrow = tensor.to(_dtype(written.dtype))
     return torch.equal(narrow.to(tensor.dtype), tensor) and _digest(narrow) == written
 
 
@@ -419,6 +401,11 @@ def _stop_token_ids(target: Target) -> frozenset[int]:
 
 def _name(dtype: torch.dtype) -> Any:
     return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found: torch.dtype = vars(torch)[name]
+    return found
 
 
 def _compact(value: Any) -> str:

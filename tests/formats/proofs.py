@@ -16,7 +16,16 @@ from torch import Tensor
 
 from draftline.data.conversations import hash_json
 from draftline.formats.files import ExportDtype
-from draftline.formats.proof import ProofPrompts, write_proof
+from draftline.formats.load import load_drafter
+from draftline.formats.proof import (
+    ProofPrompts,
+    decoding_differences,
+    file_differences,
+    other_target,
+    read_proof,
+    replay_decoding,
+    write_proof,
+)
 from draftline.formats.write import export_zlab
 from draftline.targets.model import Target, build_target
 from tests.evaluate.pairs import prompts, random_target, trained_pair
@@ -47,6 +56,16 @@ def _exported(dtype: ExportDtype, rounded: bool) -> dict[str, bytes]:
     with tempfile.TemporaryDirectory() as place:
         export_zlab(drafter, Path(place) / "drafter", dtype, prove=prove)
         return {path.name: path.read_bytes() for path in (Path(place) / "drafter").iterdir()}
+
+
+def differences(folder: Path, target: Target) -> list[str]:
+    """All that the audit asks of a folder with a proof, in its order: tensors, settings, decoding."""
+    proof = read_proof(folder)
+    assert proof is not None
+    assert other_target(proof, target) is None
+    files = file_differences(proof, folder, load_drafter(folder, target=target).config)
+    again = replay_decoding(proof, folder, target)
+    return [*files.lines, *decoding_differences(proof, again, target, lossy=files.lossy)]
 
 
 @functools.cache
