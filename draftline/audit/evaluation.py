@@ -244,7 +244,7 @@ def independent_loop(probe: Probe) -> Problem | None:
     needs=("TGT001", "TGT002", "TGT003", "LOS001", "LOS002", "EVL002", "EVL003"),
 )
 def teacher_forced(probe: Probe) -> Problem | None:
-    answer = own_answer(probe)
+    answer = _answer_without_ties(probe)
     for modulus in (3, 5, 7):
         drafter = OracleDrafter(probe, answer, modulus)
         decoded = (answer.length - 1) / len(_expected_rounds(drafter, answer))
@@ -412,6 +412,19 @@ def _decoded_as_wanted(probe: Probe, modulus: int | None) -> tuple[Answer, Gener
         generation = _generate(probe, drafter, answer)
         if generation.output_ids == answer.wanted:
             return answer, generation
+    raise NotApplicable("near ties of the target's logits in every answer")
+
+
+def _answer_without_ties(probe: Probe) -> Answer:
+    """An answer of which the target says the same token by token and at once.
+
+    Raises:
+        NotApplicable: no prompt has one.
+    """
+    for number in range(_PROMPTS):
+        answer = own_answer(probe) if number == 0 else _answer_to(probe, number)
+        if answer.forward.next_ids.tolist()[_PROMPT - 1 : _PROMPT - 1 + answer.length] == answer.wanted:
+            return answer
     raise NotApplicable("near ties of the target's logits in every answer")
 
 

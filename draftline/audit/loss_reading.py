@@ -20,6 +20,9 @@ from draftline.audit.subject import NotApplicable
 from draftline.draft.loss import StepMetrics
 from draftline.records import PackedBatch
 
+_SAME_DIRECTION = 0.9999
+"""Cosine of two gradients of one slot, both through logits of the run's precision: they agree to 1e-5 in bfloat16."""
+
 
 @dataclass(frozen=True, eq=False)
 class LossTrace:
@@ -169,7 +172,7 @@ def _fit(probe: Probe, trace: LossTrace, labels: Callable[[int], int]) -> tuple[
     """Share of counted slots whose gradient points as that of cross entropy with `labels`, and that gradient."""
     unit_QD = _unit_gradient(probe, trace, labels)
     counted = [q for slots in _counted(probe, trace).values() for q in slots]
-    return float(_explained(probe, trace, unit_QD, counted).double().mean()) if counted else 0.0, unit_QD
+    return float(_explained(trace, unit_QD, counted).double().mean()) if counted else 0.0, unit_QD
 
 
 def _fit_by_slot(probe: Probe, trace: LossTrace) -> tuple[float, str]:
@@ -178,7 +181,7 @@ def _fit_by_slot(probe: Probe, trace: LossTrace) -> tuple[float, str]:
     explained, texts = 0, []
     counted = _counted(probe, trace)
     for slot, slots in counted.items():
-        fits = {name: int(_explained(probe, trace, unit, slots).sum()) for name, unit in units.items()}
+        fits = {name: int(_explained(trace, unit, slots).sum()) for name, unit in units.items()}
         name = max(fits, key=fits.__getitem__)
         explained += fits[name]
         texts.append((slot, "the right token" if name == "truth" else name))
@@ -199,10 +202,17 @@ def _counted(probe: Probe, trace: LossTrace) -> dict[int, list[int]]:
     return places
 
 
-def _explained(probe: Probe, trace: LossTrace, unit_QD: Tensor, places: list[int]) -> Tensor:
+def _explained(trace: LossTrace, unit_QD: Tensor, places: list[int]) -> Tensor:
     """[places] bool: whether the gradient there points as `unit_QD` does."""
-    cosine = torch.cosine_similarity(trace.gradient_QD[places], unit_QD[places], dim=-1, eps=1e-30)
-    return cosine > (0.9999 if probe.loss_tolerance < 1e-2 else 0.98)
+    found, unit = trace.gradient_QD[places], unit_QD[places]
+    cosine = torch.cosine_similarity(found, unit, dim=-1, eps=1e-30)
+    return (cosine > _SAME_DIRECTION) | (_is_faint(found, trace.gradient_QD) & _is_faint(unit, unit_QD))
+
+
+def _is_faint(gradient_nD: Tensor, gradient_QD: Tensor) -> Tensor:
+    """[n] bool: a slot that is certain of its label has a gradient of rounding errors, from which nothing is read."""
+    lengths = gradient_QD.norm(dim=-1)
+    return gradient_nD.norm(dim=-1) < 1e-3 * lengths.max()
 
 
 def _unit_gradient(probe: Probe, trace: LossTrace, labels: Callable[[int], int]) -> Tensor:
@@ -210,7 +220,7 @@ def _unit_gradient(probe: Probe, trace: LossTrace, labels: Callable[[int], int])
     slots = [(index * probe.block_size + slot, labels(position)) for index, slot, position in supervised(probe)]
     chosen = torch.tensor([q for q, _ in slots], device=probe.device)
     leaf = trace.stand_in.outputs.detach()[chosen].requires_grad_(True)
-    rows = probe.draft_logits(leaf).float()
+    rows = probe.draft_logits(leaf)
     logits = rows.new_full((len(rows), probe.subject.target.vocab_size), float("-inf"))
     logits = logits.index_copy(-1, probe.kept_ids.to(rows.device), rows)
     wanted = torch.tensor([label for _, label in slots], device=probe.device)
@@ -228,7 +238,7 @@ def soft_hint(probe: Probe, used: LabelsUsed) -> str:
     leaf = used.trace.stand_in.outputs.detach()[chosen].requires_grad_(True)
     teacher = torch.cat([forward.logits for forward in probe.reference])[[p for _, p in slots]]
     teacher = teacher[:, probe.kept_ids.to(teacher.device)].to(leaf.device).float()
-    logits = probe.draft_logits(leaf).float()
+    logits = probe.draft_logits(leaf)
     (-(teacher.softmax(-1) * logits.log_softmax(-1)).sum()).backward()
     assert leaf.grad is not None, "the head passes no gradient on"
     cosine = torch.cosine_similarity(used.trace.gradient_QD[chosen.cpu()], leaf.grad.double().cpu(), dim=-1)
@@ -253,14 +263,15 @@ def weights_by_slot(probe: Probe, used: LabelsUsed) -> list[float]:
 
 def constant_ratio(probe: Probe, used: LabelsUsed) -> float | None:
     """Measured over wanted weight if it is the same at all slots, else None."""
-    weights = measured_weights(probe, used)
+    weights, faint = measured_weights(probe, used), _is_faint(used.unit_QD, used.unit_QD).tolist()
     wanted = naive_weights(probe.block_size, probe.gamma, probe.first)
-    ratios = [float(weights[i * probe.block_size + k]) / wanted[k] for i, k, _ in supervised(probe)]
+    places = [(i * probe.block_size + k, k) for i, k, _ in supervised(probe)]
+    ratios = [float(weights[place]) / wanted[k] for place, k in places if not faint[place]]
     ratios = [ratio for ratio in ratios if ratio > 0]  # a slot without any weight is LOS005's to report
     if not ratios:
         return None
     middle = sorted(ratios)[len(ratios) // 2]
-    tolerance = 5e-3 if probe.loss_tolerance < 1e-2 else 0.1
+    tolerance = max(5e-3, probe.loss_tolerance / 2)
     return middle if all(abs(r - middle) <= tolerance * middle for r in ratios) else None
 
 

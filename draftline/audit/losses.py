@@ -56,7 +56,7 @@ def hard_cross_entropy(probe: Probe) -> Problem | None:
         -float(weights[q]) * float(logits[q].double().log_softmax(-1)[labels(position)]) for q, position in slots
     )
     difference = abs(used.trace.loss - wanted) / max(abs(wanted), 1e-9)
-    if difference > 3 * probe.loss_tolerance:
+    if difference > max(1e-3, probe.loss_tolerance / 4):
         return Problem(f"loss of the probe row {used.trace.loss:.5f}, sum of weight * cross entropy {wanted:.5f}", fix)
     return None
 
@@ -151,7 +151,7 @@ def split_invariance(probe: Probe) -> Problem | None:
         return Problem(f"the step's gradient is {ratio:.4f} times the sum over slots divided by their number", fix)
     used = labels_used(probe)
     factor = constant_ratio(probe, used) if used.truth_fit == 1.0 else 1.0
-    if factor is not None and abs(factor - 1) > max(1e-2, probe.loss_tolerance):
+    if factor is not None and abs(factor - 1) > max(1e-2, probe.loss_tolerance / 4):
         return Problem(
             f"the loss of a row is {factor:.4f} times its sum over slots: it is divided before rows are added", fix
         )

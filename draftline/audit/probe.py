@@ -118,8 +118,9 @@ class Probe:
         return hidden.index_copy(-1, kept_ids, logits.index_select(-1, kept_ids))
 
     def draft_logits(self, outputs: Tensor) -> Tensor:
-        """[n, Vd] logits of drafter outputs through the head that the loss uses."""
-        return self.subject.frozen.head.logits(outputs)
+        """[n, Vd] float32 logits of drafter outputs through the head that the loss uses, in the run's precision."""
+        with self.subject.run.drafter.precision():
+            return self.subject.frozen.head.logits(outputs).float()
 
     @property
     def device(self) -> torch.device:

@@ -507,7 +507,7 @@ def _(world: World) -> None:
 
     def enter(capture: HookCapture) -> HookCapture:
         for layer in capture._layers:
-            layer.register_forward_hook(lambda _module, _args, output: output.bfloat16().float())
+            layer.register_forward_hook(lambda _module, _args, output: (output * 64).round() / 64)
         return clean(capture)
 
     world.patch.setattr(HookCapture, "__enter__", enter)

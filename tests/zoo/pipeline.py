@@ -244,7 +244,7 @@ def _data(target: Target, recipe: Recipe) -> Conversations:
 
 
 @torch.no_grad()
-def _answered(target: Target, prompts: Tensor, length: int, never: list[int]) -> Tensor:
+def answered(target: Target, prompts: Tensor, length: int, never: list[int]) -> Tensor:
     """[n, P + length] prompts of one length and greedy answers, without tokens that answers must not have."""
     ids = prompts
     for _ in range(length):
@@ -257,7 +257,7 @@ def _answered(target: Target, prompts: Tensor, length: int, never: list[int]) ->
 def own_answers(target: Target, count: int = 12) -> Conversations:
     """Conversations whose answers the target wrote greedily."""
     prompts = torch.randint(3, MASK, (count, 8), generator=torch.Generator().manual_seed(3))
-    rows = _answered(target, prompts, 24, [MASK])
+    rows = answered(target, prompts, 24, [MASK])
     samples = [Sample(index, ids, torch.arange(32) >= 8) for index, ids in enumerate(rows)]
     return samples[: count - 2], samples[count - 2 :], []
 
@@ -266,7 +266,7 @@ def long_answers(target: Target) -> Conversations:
     """The same, a few of them several times as long."""
     samples, heldout, _ = own_answers(target, 8)
     prompts = torch.randint(3, MASK, (3, 8), generator=torch.Generator().manual_seed(4))
-    rows = _answered(target, prompts, 112, [MASK])
+    rows = answered(target, prompts, 112, [MASK])
     longer = [Sample(0, ids, torch.arange(len(ids)) >= 8) for ids in rows]
     return [*samples, *longer], heldout, []
 
@@ -302,7 +302,7 @@ def _asked(target: Target, count: int) -> tuple[int, Tensor]:
         for text in _questions(count)
     ]
     prompts = torch.tensor(tokenizer(texts, add_special_tokens=False)["input_ids"])
-    return prompts.shape[1], _answered(target, prompts, 14, [*range(4), MASK])
+    return prompts.shape[1], answered(target, prompts, 14, [*range(4), MASK])
 
 
 def _questions(count: int) -> list[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     Cohere2Config,
     Gemma2Config,
@@ -19,8 +21,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from draftline.audit import run_audit
-from tests.zoo.pipeline import REDUCED, SMALL, Recipe, gpt2, llama, qwen3, subject
+from draftline.audit import AuditSubject, run_audit
+from draftline.formats import write
+from draftline.records import Sample
+from tests.zoo.pipeline import MASK, REDUCED, SMALL, Recipe, World, answered, gpt2, in_precision, llama, qwen3, subject
 
 
 def _drafter(**changes: Any) -> dict[str, dict[str, Any]]:
@@ -92,9 +96,96 @@ CLEAN: dict[str, Recipe] = {
 }
 
 
-@pytest.mark.parametrize("name", CLEAN)
-def test_a_clean_run_gives_no_finding(name: str, tmp_path: Path) -> None:
-    report = run_audit(subject(CLEAN[name], tmp_path))
+PRECISIONS = {
+    "bfloat16": ("bfloat16", "bfloat16"),
+    "bfloat16 target": ("bfloat16", "float32"),
+    "bfloat16 products": ("float32", "bfloat16"),
+    "float16 target": ("float16", "float32"),
+}
+"""Number formats of the target and of the drafter's products, beside float32 for both."""
+
+LOW: dict[str, tuple[str, str]] = {
+    "gemma 2": PRECISIONS["bfloat16"],
+    "granite": PRECISIONS["bfloat16"],
+    "llama 3 rotary scaling": PRECISIONS["bfloat16 target"],
+    "blocks of 16": PRECISIONS["bfloat16 products"],
+    "reduced vocabulary": PRECISIONS["bfloat16"],
+    "qwen3, tied head": PRECISIONS["float16 target"],
+}
+"""A few for the quick suite: those in which near ties once were taken for faults."""
+
+PASSES = {"train": {"rows_per_step": 4, "epochs": 2}}
+UNUSUAL: dict[str, Recipe] = {
+    "blocks of 16 in sliding layers": Recipe(settings=_drafter(block_size=16, num_sliding_layers=2, sliding_window=12)),
+    "four rows a step, two passes": Recipe(settings=PASSES),
+    "one anchor a conversation": Recipe(settings={"train": {"num_anchors": 1}}),
+    "no walks": Recipe(settings={"train": {"eval_walks": 0}}),
+    "rows shorter than every conversation": Recipe(settings={"train": {"tokens_per_row": 4}}),
+    "three target loops": Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 3}}),
+    "started from the target's layers": Recipe(settings=_drafter(start_from="target_layers")),
+}
+
+
+def clean(given: AuditSubject) -> None:
+    """Assert that nothing is found, and that everything could be looked at."""
+    report = run_audit(given)
     assert [(finding.code, finding.evidence) for finding in report.findings] == []
     assert [(result.code, result.reason) for result in report.checks if result.status == "crashed"] == []
     assert report.exit_status == 0
+
+
+@pytest.mark.parametrize("name", CLEAN)
+def test_a_clean_run_gives_no_finding(name: str, tmp_path: Path) -> None:
+    clean(subject(CLEAN[name], tmp_path))
+
+
+@pytest.mark.parametrize("name", LOW)
+def test_low_precision_gives_no_finding(name: str, tmp_path: Path) -> None:
+    clean(subject(in_precision(CLEAN[name], *LOW[name]), tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", [*CLEAN, *UNUSUAL])
+def test_no_run_in_low_precision_gives_a_finding(name: str, precision: str, tmp_path: Path) -> None:
+    clean(subject(in_precision({**CLEAN, **UNUSUAL}[name], *PRECISIONS[precision]), tmp_path))
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_settings_give_no_finding(name: str, tmp_path: Path) -> None:
+    clean(subject(UNUSUAL[name], tmp_path))
+
+
+def _one_conversation(world: World) -> None:
+    world.samples, world.heldout = world.samples[:1], []
+
+
+def _nothing_held_out(world: World) -> None:
+    world.heldout = []
+
+
+def _one_long(world: World) -> None:
+    """One of the length of the target's positions, which is more than an audit looks at as a whole."""
+    ids = answered(world.target, world.samples[0].input_ids[None, :8], 500, [MASK])[0]
+    world.samples[0] = Sample(0, ids, torch.arange(len(ids)) >= 8)
+
+
+def _states_on_disk(world: World) -> None:
+    world.set("pipeline", states_path=world.folder / "states")
+
+
+def _trained_further(world: World) -> None:
+    folder = world.folder / "drafter"
+    write.export_zlab(world.assemble().drafter.model, folder, "bfloat16")
+    world.set("drafter", init_from=folder)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [_one_conversation, _nothing_held_out, _one_long, _states_on_disk, _trained_further],
+    ids=lambda change: change.__name__.strip("_").replace("_", " "),
+)
+def test_unusual_runs_give_no_finding(change: Callable[[World], None], tmp_path: Path) -> None:
+    world = World.of(Recipe(), pytest.MonkeyPatch(), tmp_path)
+    change(world)
+    clean(world.subject())
