@@ -1,8 +1,7 @@
 """Will what is being trained be what is served? Checks on the live objects of a run, and on finished checkpoints."""
 
 from draftline.audit import data, drafter, evaluation, exported, finished, losses, optimiser, plan, proof, target, whole
-from draftline.audit.finding import CHECKS, Finding
-from draftline.audit.report import AuditReport, run_audit
+from draftline.audit.report import CHECKS, AuditReport, Finding, run_audit
 from draftline.audit.subject import AuditSubject, PreparedData
 
 CHECK_MODULES = (target, data, drafter, losses, optimiser, exported, evaluation, whole, plan, finished, proof)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids
+from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable, PreparedData
 from draftline.data.conversations import hash_json
 from draftline.data.render import decoded_text

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from draftline.audit.capture_reading import captured_slices, states_seen_by_drafter
 from draftline.audit.drafter_reference import DrafterView, embedding_of, reference_block, rope_table, with_rope
-from draftline.audit.finding import Problem, check
 from draftline.audit.loss_reading import loss_trace
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.reference import naive_anchors, role_ids, target_forward
+from draftline.audit.report import Problem, check
 from draftline.audit.target import has_learned_positions
 from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes, refuse_random_drafter
 from draftline.draft.attention import BlockLayout

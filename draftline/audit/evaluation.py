@@ -19,10 +19,10 @@ from transformers import PreTrainedTokenizerBase
 from draftline import run as run_module
 from draftline.audit.drafter_reference import DrafterView, reference_block
 from draftline.audit.exported import exported, view_of
-from draftline.audit.finding import Problem, check
 from draftline.audit.oracle_decoding import last_answer
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import ReferenceForward, target_forward
+from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt

@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftline.audit.drafter_reference import DrafterView, reference_block, rope_table, view_of_config
-from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
+from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, ExportError
 from draftline.formats.files import read_files

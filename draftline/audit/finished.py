@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
+from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.config import RunConfig
 from draftline.data.sampler import RowPlan

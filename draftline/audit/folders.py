@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from draftline.audit.finding import Finding
 from draftline.audit.life import drawn_data
-from draftline.audit.report import AuditReport, run_audit
+from draftline.audit.report import AuditReport, Finding, run_audit
 from draftline.audit.subject import AuditSubject, prepared_data
 from draftline.config import DFlashConfig, RunConfig, TargetConfig
 from draftline.data.dataset import PreparedDataset, open_data

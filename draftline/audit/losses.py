@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD
 
-from draftline.audit.finding import Problem, check
 from draftline.audit.loss_reading import (
     constant_ratio,
     decay_of,
@@ -27,6 +26,7 @@ from draftline.audit.loss_reading import (
 )
 from draftline.audit.probe import Probe, relative_difference
 from draftline.audit.reference import naive_anchors, naive_slots, naive_weights
+from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.config import PUBLISHED_DECAY
 from draftline.draft.model import DFlashDraftModel

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe
+from draftline.audit.report import Problem, check
 from draftline.config import OptimConfig
 from draftline.draft.loss import StepMetrics
 from draftline.train import checkpoint

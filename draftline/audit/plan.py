@@ -21,10 +21,10 @@ from torch import Tensor
 
 from draftline.audit import oracle
 from draftline.audit.comparison import text_of
-from draftline.audit.finding import Problem, check
 from draftline.audit.life import MemoryConversations
 from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids
+from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.config import DrafterConfig
 from draftline.data.dataset import PreparedDataset

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from draftline.audit.finding import Problem, check
 from draftline.audit.probe import Probe, once_per_audit
+from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, TargetError
 from draftline.formats.proof import (

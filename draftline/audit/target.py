@@ -21,10 +21,10 @@ from draftline.audit.capture_reading import (
     target_source,
     without_ties,
 )
-from draftline.audit.finding import Problem, check
 from draftline.audit.loss_reading import labels_used, read_labels, run_loss
 from draftline.audit.probe import Probe, relative_difference
 from draftline.audit.reference import target_forward
+from draftline.audit.report import Problem, check
 from draftline.errors import TargetError
 
 

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from draftline.audit import oracle
 from draftline.audit.comparison import Difference, Judge, is_narrow, text_of
 from draftline.audit.drafter_reference import drafter_of
-from draftline.audit.finding import CHECKS, Problem, check
 from draftline.audit.life import ANSWER_TOKENS, LONG_PROMPT, STOPS, Life, RecordedStep, export_earliest, live
 from draftline.audit.oracle_decoding import Decoded, decode, last_answer
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import model_forward
+from draftline.audit.report import CHECKS, Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.evaluate import generate
 from draftline.formats.load import load_drafter

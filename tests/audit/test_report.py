@@ -11,8 +11,7 @@ import torch
 from rich.console import Console
 
 from draftline.audit import CHECKS, run_audit
-from draftline.audit.finding import AREAS
-from draftline.audit.report import chosen_checks
+from draftline.audit.report import AREAS, chosen_checks
 from draftline.audit.subject import AuditSubject
 from draftline.errors import ConfigError
 from draftline.train import step as step_module

@@ -10,8 +10,7 @@ import pytest
 import yaml
 
 from draftline import cli
-from draftline.audit.finding import CheckResult, Finding
-from draftline.audit.report import AuditReport
+from draftline.audit.report import AuditReport, CheckResult, Finding
 from draftline.commands.train import check_codes, examine
 from draftline.config import RunConfig, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
