@@ -34,8 +34,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from draftline.audit.folders import subject_to_come
 from draftline.audit.report import run_audit
+from draftline.audit.subject import subject_to_come
 from draftline.compare import compare_groups
 from draftline.compare.curves import Estimate
 from draftline.config import RunConfig, find_recipe, load_run_config

@@ -22,8 +22,8 @@ _HOMES = {
     "export_drafter": "draftline.formats.exporting",
     "generate": "draftline.evaluate.generate",
     "evaluate_prompts": "draftline.evaluate.benchmark",
-    "audit_run_config": "draftline.audit.folders",
-    "audit_checkpoint": "draftline.audit.folders",
+    "audit_run_config": "draftline.audit.report",
+    "audit_checkpoint": "draftline.audit.report",
 }
 
 __all__ = list(_HOMES)

@@ -1,4 +1,4 @@
-"""What a check is, what it says when it finds something, and how that is shown: in a terminal, as JSON, as a status.
+"""What a check is and what it says: how it is run on a subject, and how what it finds is shown.
 
 Every check is one function of a `Probe`, registered under a code that never changes its meaning. It examines one
 stage of the pipeline with inputs of its own making, so that a fault upstream is reported once, where it is, and not
@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,20 @@ from rich.console import Console
 from rich.markup import escape
 
 from draftline.audit.probe import Probe
-from draftline.audit.subject import AuditSubject, NotApplicable
-from draftline.errors import ConfigError, DraftlineError
+from draftline.audit.subject import (
+    AuditSubject,
+    NotApplicable,
+    subject_of_drafter,
+    subject_of_run_folder,
+    subject_to_come,
+)
+from draftline.config import RunConfig
+from draftline.errors import CheckpointError, ConfigError, DraftlineError, TargetError
+from draftline.formats.dialects import describe
+from draftline.formats.files import read_config, read_files
+from draftline.formats.load import checkpoint_folder, load_drafter
+from draftline.options import Given
+from draftline.targets.model import Target, load_target
 
 Severity = Literal["error", "warning"]
 Status = Literal["ok", "found", "skipped", "crashed"]
@@ -37,6 +50,9 @@ AREAS = {
     "PRF": "proof of an exported drafter",
 }
 """In the order in which they are checked: each needs only what comes before it."""
+
+UNUSABLE = ("EXP013", "the folder cannot be used with this target as it stands")
+"""Code and title of the finding about a folder whose drafter cannot be built at all."""
 
 # What broken code raises when it is run on valid input. A check whose object does so could not run, and says so.
 _CRASHES = (
@@ -284,3 +300,67 @@ def _run_check(one: Check, probe: Probe, faulty: Collection[str]) -> tuple[Check
     if problem is None:
         return CheckResult(one.code, "ok", seconds), None
     return CheckResult(one.code, "found", seconds), one.finding(problem)
+
+
+def audit_run_config(
+    config: RunConfig, target: Target | None = None, select: Collection[str] = (), ignore: Collection[str] = ()
+) -> AuditReport:
+    """Audit a run before it starts, on the target, data and drafter that it will use.
+
+    Args:
+        target: the run's target, if it is loaded already.
+
+    Raises:
+        ConfigError, DataError, TargetError: the run itself could not start.
+    """
+    target = target or load_target(config.target)
+    return run_audit(subject_to_come(config, target), select, ignore)
+
+
+def audit_run_folder(
+    folder: Path, target: Target | None = None, select: Collection[str] = (), ignore: Collection[str] = ()
+) -> AuditReport:
+    """Audit a run that has written a checkpoint, see `subject_of_run_folder` for what is opened and what it raises."""
+    return run_audit(subject_of_run_folder(folder, target), select, ignore)
+
+
+def audit_checkpoint(
+    folder: Path,
+    target: Target,
+    given: Given | None = None,
+    select: Collection[str] = (),
+    ignore: Collection[str] = (),
+) -> AuditReport:
+    """Audit a finished drafter, of ours or of another trainer, against a target.
+
+    What is examined is the folder as it lies there: which conventions it follows, what each serving engine makes of
+    them, and whether the drafter does what it says on this target.
+
+    Args:
+        given: facts that the folder leaves out.
+
+    Raises:
+        CheckpointError: the folder holds no configuration of a drafter.
+    """
+    if checkpoint_folder(folder) is not None:
+        return audit_run_folder(folder, target, select, ignore)
+    tree, notes, given = read_config(folder), list[str](), given or Given()
+    if tree.get("num_target_layers") is None:  # the target can be asked; that the key is missing is EXP002's to report
+        given = given.model_copy(update={"num_target_layers": target.num_layers})
+    try:
+        notes = describe(read_files(folder))
+        loaded = load_drafter(folder, given, target)
+    except (CheckpointError, TargetError) as error:
+        fix = "fix what it names; `draftline import` takes facts that are missing; or name the target it was made for"
+        return AuditReport([_unusable(str(error), fix)], [], notes)
+    broken = [name for name, weight in loaded.draft_model.named_parameters() if not weight.isfinite().all()]
+    if broken:
+        evidence = f"{len(broken)} tensors have values that are not finite, first {broken[0]}"
+        return AuditReport([_unusable(evidence, "take an earlier checkpoint")], [], notes)
+    report = run_audit(subject_of_drafter(folder, loaded, target), select, ignore)
+    return AuditReport(report.findings, report.checks, [*notes, *loaded.notes, *report.notes])
+
+
+def _unusable(evidence: str, fix: str) -> Finding:
+    code, title = UNUSABLE
+    return Finding(code, "error", title, evidence, fix)

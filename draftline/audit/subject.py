@@ -1,7 +1,8 @@
-"""What an audit examines: a run as `assemble` made it, with the decoder and the exporter that go with it.
+"""What an audit examines, a run as `assemble` made it with its decoder and exporter, and how it is had from a folder.
 
-Nothing is put together here. Each method calls what training, evaluation and export call, looked up where they look it
-up and when the audit asks, with inputs of the audit's own making: so a fault is reported where it is.
+Nothing is put together here but by `assemble`. Each method calls what training, evaluation and export call, looked up
+where they look it up and when the audit asks, with inputs of the audit's own making: so a fault is reported where it
+is.
 """
 
 from __future__ import annotations
@@ -17,19 +18,24 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from draftline.config import LossConfig, RunConfig
-from draftline.data.dataset import PreparedDataset
+from draftline.audit.life import drawn_data
+from draftline.config import DFlashConfig, LossConfig, RunConfig, TargetConfig
+from draftline.data.dataset import PreparedDataset, open_data
 from draftline.data.sampler import RowPlan
-from draftline.data.split import RunData
+from draftline.data.split import RunData, choose_conversations
 from draftline.draft.block import FrozenTarget
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
+from draftline.errors import CheckpointError, ConfigError
 from draftline.evaluate import generate
 from draftline.formats import write
+from draftline.formats.beginning import settings_of
+from draftline.formats.load import LoadedDrafter, checkpoint_folder
 from draftline.records import CapturedSample, PackedBatch, Sample
-from draftline.run import Run
-from draftline.targets.model import Target
+from draftline.run import Run, assemble
+from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
+from draftline.train.checkpoint import load_draft_model, read_checkpoint
 from draftline.train.step import Drafter, StepResult
 from draftline.transfer import pack as rows
 
@@ -199,3 +205,59 @@ class AuditSubject:
             max_new_tokens=max_new_tokens,
             stop_token_ids=stop_token_ids,
         )
+
+
+def subject_to_come(config: RunConfig, target: Target) -> AuditSubject:
+    """A run that has not started: the drafter has its first weights; without data, on conversations drawn here."""
+    if config.data.path is not None:
+        training, heldout = open_data(config)
+        return subject_of_run(assemble(config, target, choose_conversations(config, training, heldout)))
+    if config.drafter.draft_vocab_size is not None:
+        raise ConfigError("drafter.draft_vocab_size chooses tokens by their frequency in the data: give --data")
+    return AuditSubject(assemble(config, target, drawn_data(target, config.drafter.mask_token_id)))
+
+
+def subject_of_run(run: Run, trained: bool = False, run_folder: Path | None = None) -> AuditSubject:
+    """An assembled run; what is known of its data comes from the prepared folder, if it has one."""
+    training = run.data.training
+    known = (training.report, training.meta) if isinstance(training, PreparedDataset) else (None, None)
+    return AuditSubject(run, prepared_data(run.data, *known), trained, run_folder=run_folder)
+
+
+def subject_of_run_folder(folder: Path, target: Target | None = None) -> AuditSubject:
+    """A run that has written a checkpoint: its best weights, with the settings and data it was trained with.
+
+    Args:
+        folder: of the run, or one of its checkpoints.
+        target: the run's target, if it is loaded already.
+
+    Raises:
+        CheckpointError: there is no checkpoint in the folder.
+        ConfigError, DataError, TargetError: what the run used is not there any more.
+    """
+    place = checkpoint_folder(folder)
+    if place is None:
+        raise CheckpointError(
+            f"{folder} is not a run folder: it has no checkpoint; name one that `draftline train` wrote"
+        )
+    config = read_checkpoint(place).run_config
+    target = target or load_target(config.target)
+    start = load_draft_model(folder)
+    if config.data.path is None:
+        run = assemble(config, target, drawn_data(target, start.config.mask_token_id), start)
+        return AuditSubject(run, trained=True, run_folder=folder)
+    data = choose_conversations(config, *open_data(config))
+    return subject_of_run(assemble(config, target, data, start), trained=True, run_folder=folder)
+
+
+def subject_of_drafter(folder: Path, loaded: LoadedDrafter, target: Target) -> AuditSubject:
+    """A finished drafter, of ours or of another trainer, as its folder holds it; on conversations drawn here."""
+    config = run_config_of(loaded.config, target)
+    run = assemble(config, target, drawn_data(target, loaded.config.mask_token_id), loaded.draft_model)
+    return AuditSubject(run, trained=True, folder=folder)
+
+
+def run_config_of(shape: DFlashConfig, target: Target) -> RunConfig:
+    """Settings under which a drafter of this shape would be trained."""
+    wanted = TargetConfig(name=target.name, device=str(target.device))
+    return RunConfig(target=wanted, drafter=settings_of(shape))

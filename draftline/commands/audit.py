@@ -31,8 +31,7 @@ def audit_words(options: AuditCommand) -> AuditReport:
     Raises:
         CheckpointError, ConfigError, DataError, TargetError: what is to be audited cannot be had.
     """
-    from draftline.audit.folders import audit_checkpoint, audit_run_config, audit_run_folder
-    from draftline.audit.report import chosen_checks
+    from draftline.audit.report import audit_checkpoint, audit_run_config, audit_run_folder, chosen_checks
     from draftline.formats.files import read_config
     from draftline.formats.load import checkpoint_folder
     from draftline.targets.model import load_target

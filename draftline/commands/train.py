@@ -77,7 +77,7 @@ def examine(run: Run, allow: Collection[str]) -> Examination:
     from rich.console import Console
 
     from draftline.audit import run_audit
-    from draftline.audit.folders import subject_of_run
+    from draftline.audit.subject import subject_of_run
     from draftline.run import Examination
 
     report = run_audit(subject_of_run(run))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftline.audit.folders import audit_checkpoint
-from draftline.audit.report import AuditReport
+from draftline.audit.report import AuditReport, audit_checkpoint
 from draftline.config import ExportDtype
 from draftline.formats.write import export_zlab
 from draftline.options import Given

@@ -14,8 +14,7 @@ import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from draftline.audit import run_audit
-from draftline.audit.folders import subject_to_come
-from draftline.audit.subject import AuditSubject
+from draftline.audit.subject import AuditSubject, subject_to_come
 from draftline.config import load_run_config
 from draftline.data.dataset import PreparedDataset
 from draftline.data.prepare import prepare

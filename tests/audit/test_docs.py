@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from draftline.audit import CHECKS
-from draftline.audit.folders import UNUSABLE
+from draftline.audit.report import UNUSABLE
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "audit.md"
 

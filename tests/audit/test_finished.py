@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftline.audit import AuditReport, run_audit
-from draftline.audit.folders import subject_of_run
+from draftline.audit.subject import subject_of_run
 from draftline.config import load_run_config
 from draftline.draft.attention import BlockLayout
 from draftline.draft.model import DFlashAttention, DFlashDraftModel, Rotation

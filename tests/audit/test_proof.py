@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from draftline.audit.folders import audit_checkpoint
-from draftline.audit.report import AuditReport
+from draftline.audit.report import AuditReport, audit_checkpoint
 from draftline.cli import run
 from draftline.config import DrafterConfig, TargetConfig
 from draftline.draft.model import DFlashDraftModel

@@ -44,7 +44,7 @@ def test_words_that_do_not_belong_together_are_refused(
 
 def test_a_run_is_audited_on_its_own_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    monkeypatch.setattr("draftline.audit.folders.audit_run_folder", lambda _place, target, *_: asked.append(target))
+    monkeypatch.setattr("draftline.audit.report.audit_run_folder", lambda _place, target, *_: asked.append(target))
     (tmp_path / "state.json").write_text("{}")
     _audit_words(str(tmp_path))
     assert asked == [None]

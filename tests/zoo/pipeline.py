@@ -27,9 +27,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from draftline.audit.folders import subject_of_run
 from draftline.audit.life import MemoryConversations, drawn_data
-from draftline.audit.subject import AuditSubject
+from draftline.audit.subject import AuditSubject, subject_of_run
 from draftline.config import RunConfig
 from draftline.data.answers import AnswerStore
 from draftline.data.prepare import prepare

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from draftline.audit import run_audit
-from draftline.audit.folders import audit_run_folder, subject_to_come
 from draftline.audit.life import MemoryConversations
-from draftline.audit.subject import prepared_data
+from draftline.audit.report import audit_run_folder
+from draftline.audit.subject import prepared_data, subject_to_come
 from draftline.config import load_run_config
 from draftline.data.split import RunData
 from draftline.errors import CheckpointError
