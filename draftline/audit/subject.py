@@ -26,7 +26,7 @@ from draftline.data.split import RunData, choose_conversations
 from draftline.draft.block import FrozenTarget
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import CheckpointError, ConfigError
+from draftline.errors import CheckpointError, ConfigError, DataError
 from draftline.evaluate import generate
 from draftline.formats import write
 from draftline.formats.beginning import settings_of
@@ -36,6 +36,7 @@ from draftline.run import Run, assemble
 from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
+from draftline.train.run_folder import RunFolder
 from draftline.train.step import Drafter, StepResult
 from draftline.transfer import pack as rows
 
@@ -233,20 +234,24 @@ def subject_of_run_folder(folder: Path, target: Target | None = None) -> AuditSu
 
     Raises:
         CheckpointError: there is no checkpoint in the folder.
-        ConfigError, DataError, TargetError: what the run used is not there any more.
+        ConfigError, DataError, TargetError: what the run used is not there any more, or is something else now.
     """
     place = checkpoint_folder(folder)
     if place is None:
         raise CheckpointError(
             f"{folder} is not a run folder: it has no checkpoint; name one that `draftline train` wrote"
         )
-    config = read_checkpoint(place).run_config
+    checkpoint = read_checkpoint(place)
+    config = checkpoint.run_config
     target = target or load_target(config.target)
     start = load_draft_model(folder)
     if config.data.path is None:
         run = assemble(config, target, drawn_data(target, start.config.mask_token_id), start)
         return AuditSubject(run, trained=True, run_folder=folder)
-    data = choose_conversations(config, *open_data(config))
+    whole = RunFolder(folder)  # its settings know where data lies that has been moved; a checkpoint alone does not
+    data = whole.data() if whole.exists else choose_conversations(config, *open_data(config))
+    if data.fingerprint != checkpoint.data_fingerprint:
+        raise DataError(f"{config.data.path} holds other data now than {folder} was trained on: restore it")
     return subject_of_run(assemble(config, target, data, start), trained=True, run_folder=folder)
 
 

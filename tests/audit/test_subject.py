@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +14,11 @@ from draftline.audit.report import audit_run_folder
 from draftline.audit.subject import prepared_data, subject_to_come
 from draftline.config import load_run_config
 from draftline.data.split import RunData
-from draftline.errors import CheckpointError
+from draftline.errors import CheckpointError, DataError
+from draftline.run import train
 from tests.engine.tiny_target import tiny_samples, tiny_target
 from tests.run.small_run import SETTINGS, small_run
+from tests.zoo.pipeline import Recipe, World
 
 
 def test_a_run_to_come_is_audited_with_its_own_drafter() -> None:
@@ -40,6 +43,22 @@ def test_a_run_folder_is_audited_with_its_trained_weights(tmp_path: Path) -> Non
 def test_a_folder_without_a_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"is not a run folder: it has no checkpoint; name one that"):
         audit_run_folder(tmp_path)
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["run", "checkpoint"])
+def test_a_run_is_not_audited_on_other_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alone: bool) -> None:
+    world = World.of(Recipe(data="rows", settings={"train": {"max_steps": 2}}), monkeypatch, tmp_path / "world")
+    folder = tmp_path / "run"
+    train(world.assemble(), folder)
+    if alone:
+        folder = shutil.copytree(tmp_path / "run" / "last", tmp_path / "alone")
+    report = audit_run_folder(folder, world.target, select=["DRF001"])
+    assert [result.status for result in report.checks] == ["ok"]
+    shutil.rmtree(tmp_path / "world")
+    world.rows.pop()
+    world.data()
+    with pytest.raises(DataError, match="holds other data now"):
+        audit_run_folder(folder, world.target, select=["DRF001"])
 
 
 def test_conversations_are_taken_from_all_of_the_data() -> None:
