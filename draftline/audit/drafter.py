@@ -11,13 +11,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftline.audit.capture_reading import captured_slices, states_seen_by_drafter
 from draftline.audit.drafter_reference import DrafterView, embedding_of, reference_block, rope_table, with_rope
 from draftline.audit.loss_reading import loss_trace
 from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.reference import naive_anchors, role_ids, target_forward
 from draftline.audit.report import Problem, check
-from draftline.audit.target import has_learned_positions
+from draftline.audit.target import captured_slices, has_learned_positions, states_seen_by_drafter
 from draftline.audit.visibility import anchors_and_starts, block_mistakes, context_mistakes, refuse_random_drafter
 from draftline.draft.attention import BlockLayout
 from draftline.records import PackedBatch
