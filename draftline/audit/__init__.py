@@ -1,10 +1,10 @@
 """Will what is being trained be what is served? Checks on the live objects of a run, and on finished checkpoints."""
 
-from draftline.audit import data, drafter, evaluation, exported, finished, losses, optimiser, plan, proof, target, whole
+from draftline.audit import data, drafter, evaluation, exported, finished, losses, optimiser, plan, target, whole
 from draftline.audit.report import CHECKS, AuditReport, Finding, run_audit
 from draftline.audit.subject import AuditSubject, PreparedData
 
-CHECK_MODULES = (target, data, drafter, losses, optimiser, exported, evaluation, whole, plan, finished, proof)
+CHECK_MODULES = (target, data, drafter, losses, optimiser, exported, evaluation, whole, plan, finished)
 """Importing them registers their checks."""
 
 __all__ = ["CHECKS", "CHECK_MODULES", "AuditReport", "AuditSubject", "Finding", "PreparedData", "run_audit"]

@@ -80,7 +80,7 @@ def test_the_whole_audit_reports_the_fault(
 
 def test_the_zoo_covers_every_check_that_can_find_something_in_it() -> None:
     # memory of a machine, and a drafter that is trained badly, are not planted in a pipeline of this size
-    # and a proof belongs to a finished folder, see tests/audit/test_proof.py
+    # and a proof belongs to a finished folder, see tests/audit/test_exported.py
     lived = {code for code in CHECKS if code.startswith(("RUN", "PRF"))}
     assert {planted.code for planted in ZOO} - lived == CHECKS.keys() - {"OPT009", "EVL006"} - lived
     assert {"F01", "F02", "F03", "F04", "F05", "F06"} <= {planted.kind for planted in ZOO}
