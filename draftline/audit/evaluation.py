@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from draftline import run as run_module
 from draftline.audit.drafter_reference import DrafterView, reference_block
 from draftline.audit.exported import exported, view_of
 from draftline.audit.oracle_decoding import last_answer
-from draftline.audit.probe import Probe, once_per_audit
+from draftline.audit.probe import Probe, once_per_audit, relative_difference
 from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
@@ -34,7 +34,7 @@ from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation
 from draftline.evaluate.result import CountedAnswer
 from draftline.formats.proof_prompts import before_answer, choose_prompts
-from draftline.options import EvaluationSettings
+from draftline.options import EvaluationSettings, Sampling
 
 _PROMPT = 9
 """Tokens of the probe prompt."""
@@ -321,6 +321,13 @@ def evaluated(probe: Probe) -> Problem | None:
 def sampled_as_target(probe: Probe) -> Problem | None:
     """One drafted token of four, many times; expected counts within five standard deviations."""
     generator = probe.generator(41)
+    logits = torch.randn(6, 96, generator=generator)
+    for sampling in (Sampling(temperature=0.7, top_p=0.9, top_k=60), Sampling(temperature=1.3, top_p=0.2)):
+        if relative_difference(generate.probabilities(sampling, logits), _filtered(sampling, logits)) > 1e-5:
+            return Problem(
+                f"{sampling.describe()} filters other tokens than transformers does, or weighs them in another way",
+                "temperature, then top-k, then the smallest set whose probability reaches top-p",
+            )
     draft = torch.tensor([[0.7, 0.2, 0.05, 0.05]], dtype=torch.float64)
     target = torch.tensor([[0.05, 0.05, 0.2, 0.7], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
     first, second = torch.zeros(4), torch.zeros(4)
@@ -338,6 +345,15 @@ def sampled_as_target(probe: Probe) -> Problem | None:
                 "accept with min(1, p / q); after a rejection draw from what p has more than q (arXiv 2211.17192)",
             )
     return None
+
+
+def _filtered(sampling: Sampling, logits: Tensor) -> Tensor:
+    """Distribution by transformers' own filters."""
+    ids = torch.zeros(len(logits), 1, dtype=torch.int64)
+    scores = TemperatureLogitsWarper(sampling.temperature)(ids, logits.clone())
+    if sampling.top_k:
+        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
+    return TopPLogitsWarper(sampling.top_p)(ids, scores).double().softmax(-1)
 
 
 def _shares(values: Tensor) -> str:

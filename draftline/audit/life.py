@@ -11,6 +11,7 @@ drafter and at its optimiser, and files are read back.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -175,8 +176,7 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
             "num_anchors": min(config.train.num_anchors, _ANCHORS),
             "log_every": 4,
             "eval_every": 2,
-            "save_every": 2,
-            "keep_last": 3,  # where the rate falls to 0, the last two have the same weights
+            "save_every": 4,  # so that a best one between two saves is saved as well
             "eval_walks": min(config.train.eval_walks, _WALKS),
         }
     )
@@ -184,7 +184,9 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
     pipeline = config.pipeline
     if pipeline.states_path is not None:
         pipeline = pipeline.model_copy(update={"states_path": folder / "states"})
-    lived = config.model_copy(update={"train": small, "pipeline": pipeline})
+    # were the last update's rate 0, the last two checkpoints would be the same
+    optim = config.optim.model_copy(update={"final_fraction": config.optim.final_fraction or 0.1})
+    lived = config.model_copy(update={"train": small, "optim": optim, "pipeline": pipeline})
     changed = _changes(config, lived)
     count = f"{len(lengths)} of {len(run.data.training_ids)} conversations ({sum(lengths)} tokens)"
     return lived, data, f"{STEPS} steps of {ROWS_PER_STEP} rows over {count}; {changed}"
@@ -299,6 +301,9 @@ def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
 def _session(run: Run, folder: Path, observe: Observer, *, resume: bool, steps: int) -> None:
     """Train so many steps; a stop is asked for after the last."""
     done = 0
+    if resume:  # a session that was killed leaves lines of steps that no checkpoint holds
+        with RunFolder(folder).metrics_path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": STEPS}) + "\n")
 
     def stop_requested() -> bool:
         return done >= steps

@@ -41,6 +41,9 @@ from draftline.transfer.store import StatesStore, loop_identity
 _MOST_ROWS, _MOST_RATES, _MOST_COUNTED = 200_000, 10_000, 50_000_000
 """Rows of a plan and rates that are compared one by one; supervised tokens that are counted again."""
 
+_PASSES = (0, 1, 2, 3, 5, 11, 1000)
+"""In which conversations are drawn from."""
+
 _WAITING, _WAITING_TOKENS = 20, 24
 """Rows that wait for a slow drafter, and tokens of each."""
 
@@ -56,7 +59,7 @@ def whole_plan(probe: Probe) -> Problem | None:
 @check("RUN015", "the drafter does not begin as its settings say", needs=("DRF001", "DRF012", "DRF013", "TGT011"))
 def beginning(probe: Probe) -> Problem | None:
     run = _to_come(probe)
-    return _wrong_shape(run) or _wrong_tokens(run) or _wrong_weights(run)
+    return _wrong_precision(run) or _wrong_shape(run) or _wrong_tokens(run) or _wrong_weights(run)
 
 
 @check("RUN016", "rows change on their way to the drafter", needs=("TGT007", "DAT001"))
@@ -145,7 +148,7 @@ def _wrong_draw(run: Run) -> Problem | None:
         sequence_number=0,
         step=0,
         last_of_step=True,
-        epoch=1,
+        epoch=0,
         sample_ids=tuple(texts),
         input_ids=torch.cat([text.input_ids for text in texts.values()])[None],
         loss_mask=torch.cat([text.loss_mask for text in texts.values()])[None],
@@ -154,15 +157,17 @@ def _wrong_draw(run: Run) -> Problem | None:
         hidden_states_packed=torch.zeros(1, int(sizes.sum()), 0),
         target_ids=torch.zeros(1, int(sizes.sum()), dtype=torch.int64),
     )
-    for name, seed in (("train.seed", train.seed), ("the seed of evaluations", oracle.HELDOUT_SEED)):
+    draws = [("train.seed", train.seed, epoch) for epoch in _PASSES]
+    for name, seed, epoch in [*draws, ("the seed of evaluations", oracle.HELDOUT_SEED, 0)]:
+        row = replace(row, epoch=epoch)
         found, wanted, start = run.drafter.anchors(row, seed).tolist(), list[int](), 0
         for i, text in texts.items():
             wanted += [start + a for a in oracle.draw_anchors(text.loss_mask, i, row.epoch, seed, train.num_anchors)]
             start += len(text.input_ids)
         if found != wanted:
             return Problem(
-                f"of conversations {list(texts)}, {len(found)} anchors are drawn with {name}, by the recipe "
-                f"{len(wanted)}{'' if len(found) != len(wanted) else ', others'}",
+                f"of conversations {list(texts)}, {len(found)} anchors are drawn with {name} in pass {epoch}, "
+                f"by the recipe {len(wanted)}{'' if len(found) != len(wanted) else ', others'}",
                 f"up to train.num_anchors = {train.num_anchors} of each conversation, by (seed, pass, sample id)",
             )
     return None
@@ -190,6 +195,21 @@ def _wrong_evaluation(run: Run, probe: Probe) -> Problem | None:
 
 
 # The beginning.
+
+
+def _wrong_precision(run: Run) -> Problem | None:
+    """The formats in which target and drafter compute."""
+    wanted = run.config.target.dtype
+    if wanted != "auto" and run.target.dtype != getattr(torch, wanted):
+        return Problem(f"the target computes in {run.target.dtype}, target.dtype is {wanted}", "load it as configured")
+    precision, device = run.config.train.precision, run.drafter.device
+    low = precision == "bfloat16" or (precision == "auto" and device.type != "cpu")
+    with run.drafter.precision():
+        one = torch.ones(2, 2, device=device)
+        found = (one @ one).dtype
+    if found != (torch.bfloat16 if low else torch.float32):
+        return Problem(f"the drafter's products are {found}, train.precision is {precision}", "autocast as configured")
+    return None
 
 
 def _wrong_shape(run: Run) -> Problem | None:

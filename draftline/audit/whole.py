@@ -104,11 +104,13 @@ def _log(life: Life, judge: Judge) -> None:
     """The lines of the log against the counts of the steps and the figures of the reference."""
     train, loss = life.run.config.train, life.run.config.loss
     total = life.run.sampler.total_steps
-    lines = {line["step"]: line for _, line in whole_lines(RunFolder(life.folder).metrics_path)}
+    records = [line for _, line in whole_lines(RunFolder(life.folder).metrics_path)]
+    lines = {line["step"]: line for line in records}
     wanted = oracle.log_lines(judge.counts, train, total, evaluates=bool(judge.evaluated))
     fix = "a line averages over all steps since the line before, also over a resume; an evaluation reads held-out rows"
-    if list(lines) != list(wanted):
-        return judge.say("RUN007", f"the log has lines of steps {list(lines)}, by the recipe {list(wanted)}", fix)
+    steps = [line["step"] for line in records]
+    if steps != list(wanted):
+        return judge.say("RUN007", f"the log has lines of steps {steps}, by the recipe {list(wanted)}", fix)
     for step, counts in wanted.items():
         line, figures = lines[step], oracle.figures(counts, loss)
         of_step = judge.steps[step - 1]
@@ -123,6 +125,23 @@ def _log(life: Life, judge: Judge) -> None:
                 "RUN007", f"line of step {step}: {unlike} {line.get(unlike)}, it was {figures[unlike]}", fix
             )
         _heldout(life, judge, step, line)
+    return _curves(life, judge, lines)
+
+
+def _curves(life: Life, judge: Judge, lines: Mapping[int, Mapping[str, Any]]) -> None:
+    """TensorBoard's scalars are the figures of the log, at the same steps."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(RunFolder(life.folder).tensorboard)).Reload()
+    for tag in (tag for tag in events.Tags()["scalars"] if not tag.startswith("speed/")):
+        name = tag.removeprefix("train/").replace("heldout/", "heldout_")
+        name, _, place = name.partition("/")
+        for event in events.Scalars(tag):
+            logged = lines.get(event.step, {}).get(name)
+            logged = logged[int(place)] if isinstance(logged, list) else logged
+            if not _near(event.value, logged, 1e-6):
+                text = f"TensorBoard shows {tag} {event.value:.6g} at step {event.step}, the log says {logged}"
+                return judge.say("RUN007", text, "write the same figures to both, under the step of the line")
     return None
 
 

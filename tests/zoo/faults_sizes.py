@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -21,6 +22,7 @@ from draftline.evaluate import generate as generate_module
 from draftline.formats import exporting
 from draftline.records import PackedBatch
 from draftline.run import Run
+from draftline.train import log as log_module
 from draftline.train import optim as optim_module
 from draftline.train import step as step_module
 from draftline.train.step import Drafter
@@ -293,3 +295,34 @@ def _(world: World) -> None:
         return accepted, following
 
     world.patch.setattr(generate_module, "verify_sampled", verify)
+
+
+@fault("anchors repeat from the fifth pass on", "B105", "RUN014")
+def _(world: World) -> None:
+    clean = step_module.draw_anchors
+    world.patch.setattr(
+        step_module, "draw_anchors", lambda row, *words: clean(replace(row, epoch=row.epoch % 4), *words)
+    )
+
+
+@fault("top-p loses the token that reaches it", "B92", "EVL009")
+def _(world: World) -> None:
+    clean = generate_module.probabilities
+
+    def probabilities(sampling: Any, logits: Tensor) -> Tensor:
+        likely = clean(sampling, logits)
+        least = likely.masked_fill(likely == 0, 2.0).argmin(-1, keepdim=True)
+        return likely.scatter(-1, least, 0.0) / likely.scatter(-1, least, 0.0).sum(-1, keepdim=True)
+
+    world.patch.setattr(generate_module, "probabilities", probabilities)
+
+
+@fault("the precision of training is not the configured one", "B58", "RUN015", Recipe(settings={"train": {"precision": "bfloat16"}}))
+def _(world: World) -> None:
+    world.patch.setattr(Drafter, "precision", lambda _drafter: nullcontext())
+
+
+@fault("lines of a killed session stay in the log", "B77", "RUN007")
+def _(world: World) -> None:
+    clean = log_module._lines_to_keep
+    world.patch.setattr(log_module, "_lines_to_keep", lambda path, _step, logged: clean(path, 10**9, logged))
