@@ -33,6 +33,7 @@ from tests.zoo.pipeline import REDUCED, Recipe, World
 
 THREADS = Recipe(settings={"pipeline": {"mode": "threads"}})
 FROM_TARGET = Recipe(settings={"drafter": {"start_from": "target_layers"}})
+LOW = Recipe(settings={"train": {"precision": "bfloat16"}})
 USUAL = Recipe(settings={"drafter": {"target_layer_ids": None, "num_captured_layers": 1}})
 
 
@@ -297,7 +298,7 @@ def _(world: World) -> None:
     world.patch.setattr(generate_module, "verify_sampled", verify)
 
 
-@fault("anchors repeat from the fifth pass on", "B105", "RUN014")
+@fault("anchors repeat from the fifth pass on", "B105", "RUN014", Recipe(settings={"train": {"num_anchors": 4}}))
 def _(world: World) -> None:
     clean = step_module.draw_anchors
     world.patch.setattr(
@@ -317,7 +318,12 @@ def _(world: World) -> None:
     world.patch.setattr(generate_module, "probabilities", probabilities)
 
 
-@fault("the precision of training is not the configured one", "B58", "RUN015", Recipe(settings={"train": {"precision": "bfloat16"}}))
+@fault(
+    "the precision of training is not the configured one",
+    "B58",
+    "RUN015",
+    Recipe(settings={"train": {"precision": "bfloat16"}}),
+)
 def _(world: World) -> None:
     world.patch.setattr(Drafter, "precision", lambda _drafter: nullcontext())
 
