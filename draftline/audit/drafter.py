@@ -6,7 +6,7 @@ nested loops. What moves in the right places but by the wrong amount is caught b
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ _SCALED = KINDS.keys() - {"default"}
 """Kinds of rotary scaling that a drafter takes over from its target."""
 
 _FAR = 1024
-"""Tokens before a block far into a document."""
+"""Tokens before a block far into a conversation, beside those of the probe's short ones."""
 
 _SAME = 2e-4
 """Relative difference from a float64 computation that float32 explains, with weights of probe size."""
@@ -126,25 +126,11 @@ def training_equals_decoding(probe: Probe) -> Problem | None:
                 return Problem(
                     f"block at position {anchor - start}: decoded and trained outputs differ by {difference:.1e}", fix
                 )
-        length, difference = _far_from_start(probe)
+    far = _far_block(probe)
+    difference = relative_difference(far.decoded, far.trained)
     if difference > _SAME:
-        return Problem(f"block at position {length}: decoded and trained outputs differ by {difference:.1e}", fix)
+        return Problem(f"block at position {far.place}: decoded and trained outputs differ by {difference:.1e}", fix)
     return None
-
-
-@torch.no_grad()
-def _far_from_start(probe: Probe) -> tuple[int, float]:
-    """A position far into a document, and how the outputs of a block there differ between decoding and training."""
-    model, block = probe.subject.draft_model, probe.block_size
-    length = min(_FAR, probe.subject.target.config.max_position_embeddings - block - 1)
-    chosen = torch.randint(probe.states.shape[1], (length + 1,), generator=probe.generator(51))
-    states, embeddings = probe.states[:, chosen.to(probe.device)], probe.block_embeddings[:, :block]
-    layout = BlockLayout.at_end(length, block, probe.device)
-    trained = model(states, embeddings, layout, probe.subject.run.drafter.attention)[0]
-    cache = model.new_cache()
-    for start in range(0, length, length // 3 + 1):
-        model.extend_cache(cache, states[:, start : min(length, start + length // 3 + 1)])
-    return length, relative_difference(model.draft(cache, embeddings)[0], trained)
 
 
 @torch.no_grad()
@@ -168,11 +154,23 @@ def _decoded_block(probe: Probe, index: int, anchor: int, start: int) -> Tensor:
 def layers_compute(probe: Probe) -> Problem | None:
     difference = _reference_difference(probe, probe.view)
     if difference <= _SAME:
-        return None
+        return _wrong_when_far(probe)
     return Problem(
         f"outputs differ by {difference:.1e} (relative) from a second implementation{_explain_layers(probe)}",
         "RMSNorm x * w in float32 with the configured eps, q_norm and k_norm per head, 1/sqrt(head_dim), SiLU MLP, "
         "both residuals, final norm",
+    )
+
+
+def _wrong_when_far(probe: Probe) -> Problem | None:
+    far = _far_block(probe)
+    difference = relative_difference(far.trained, far.wanted)
+    if difference <= _SAME:
+        return None
+    return Problem(
+        f"a block {far.place} tokens into a conversation differs by {difference:.1e} (relative) from a second "
+        f"implementation, those within {max(map(len, probe.samples))} tokens do not",
+        "no window, no end of positions and no limit of the context that the configuration does not have",
     )
 
 
@@ -373,6 +371,39 @@ def _layer_influence(probe: Probe) -> list[float]:
 
 
 # The second implementation.
+
+
+@dataclass(frozen=True, eq=False)
+class _FarBlock:
+    """One block further into a conversation than those of the probe, [P, D] each: in training beside another block,
+    decoded, and wanted."""
+
+    place: int
+    trained: Tensor
+    decoded: Tensor
+    wanted: Tensor
+
+
+@once_per_audit
+@torch.no_grad()
+def _far_block(probe: Probe) -> _FarBlock:
+    """Of random states, which cost no forward of the target."""
+    model, block = probe.subject.draft_model, probe.block_size
+    place = min(_FAR, probe.subject.target.config.max_position_embeddings - block - 1)
+    states = torch.randn(1, place + 1, probe.states_width, generator=probe.generator(14)).to(probe.device)
+    both = probe.block_embeddings[:, : 2 * block]
+    embeddings = both[:, block:]
+    anchors = torch.tensor([place - 1, place], device=probe.device)
+    layout = BlockLayout.of_row(anchors, torch.arange(place + 1, device=probe.device), block)
+    with probe.shaken_weights():
+        trained = model(states, both, layout, probe.subject.run.drafter.attention)[0, block:]
+        cache = model.new_cache()
+        for part in states[:, :place].split(place // 2 + 1, dim=1):
+            model.extend_cache(cache, part)
+        decoded = model.draft(cache, embeddings)[0]
+        weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    wanted = reference_block(probe.view, weights, states[0, :place], embeddings[0])
+    return _FarBlock(place, trained, decoded, wanted)
 
 
 def _reference_difference(probe: Probe, view: DrafterView, shift: int = 0, step: int = 1) -> float:

@@ -7,6 +7,7 @@ folder, that recomputes everything at every step.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from draftline.evaluate.generate import Generation
 from draftline.evaluate.result import CountedAnswer
 from draftline.formats.proof_prompts import before_answer, choose_prompts
 from draftline.options import EvaluationSettings, Sampling
+from draftline.records import Sample
+from draftline.targets import model as model_module
 
 _PROMPT = 9
 """Tokens of the probe prompt."""
@@ -405,7 +408,27 @@ def serving_mode(probe: Probe) -> Problem | None:
     with_reasoning, total = thinking.get("with_reasoning", 0), sum(thinking.values())
     if total and 0.1 < with_reasoning / total < 0.9:
         return Problem(f"{with_reasoning} of {total} answers think first, the others do not", fix, "warning")
-    return None
+    return _runs_on(probe, data.samples)
+
+
+def _runs_on(probe: Probe, samples: Sequence[Sample]) -> Problem | None:
+    """Decoding has to stop at the token that ends the answers of the data."""
+    target = probe.subject.target
+    if target.tokenizer is None:
+        return None
+    special = {*target.tokenizer.all_special_ids, *target.tokenizer.get_added_vocab().values()}
+    last = Counter(int(sample.input_ids[sample.loss_mask][-1]) for sample in samples if sample.loss_mask.any())
+    stops = model_module.stop_token_ids(target.model, target.tokenizer)
+    missed = sum(count for token, count in last.items() if token in special and token not in stops)
+    if missed <= 0.5 * len(samples):
+        return None
+    token = next(token for token, _ in last.most_common() if token in special and token not in stops)
+    return Problem(
+        f"{missed} of {len(samples)} conversations end with {target.tokenizer.decode([token])!r} ({token}), and "
+        f"decoding stops at {sorted(stops)} only: it goes on behind the end of an answer",
+        "name the token in eos_token_id of the target's generation_config.json",
+        "warning",
+    )
 
 
 @once_per_audit

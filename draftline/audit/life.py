@@ -167,8 +167,9 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
     Args:
         folder: where captured states go if the run keeps them on disk.
     """
-    config, data = run.config, _some_data(run)
-    lengths = data.training.lengths[data.training_ids].tolist()
+    config, budget = run.config, _tokens_of_a_pass(run.target)
+    chosen = _affordable(run.data.training.lengths, run.data.training_ids, _CONVERSATIONS, budget)
+    lengths = run.data.training.lengths[chosen].tolist()
     small = config.train.model_copy(
         update={
             "max_steps": STEPS,
@@ -180,7 +181,8 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
             "eval_walks": min(config.train.eval_walks, _WALKS),
         }
     )
-    small = small.model_copy(update={"tokens_per_row": _tokens_per_row(data.training_ids.tolist(), lengths, small)})
+    tokens = _tokens_per_row(chosen.tolist(), lengths, small)
+    small, data = small.model_copy(update={"tokens_per_row": tokens}), _some_data(run, chosen, tokens, budget // 3)
     pipeline = config.pipeline
     if pipeline.states_path is not None:
         pipeline = pipeline.model_copy(update={"states_path": folder / "states"})
@@ -197,15 +199,18 @@ def _changes(config: RunConfig, lived: RunConfig) -> str:
     return ", ".join(f"{key} {before[key]} -> {value}" for key, value in after.items() if value != before[key])
 
 
-def _some_data(run: Run) -> RunData:
-    """Short conversations and one long one that an affordable pass can hold; the run's own data set, by number.
+def _some_data(run: Run, chosen: IntArray, tokens_per_row: int, budget: int) -> RunData:
+    """The chosen conversations, and so many held-out ones that they are more than a row, if they can be had.
 
-    A run that keeps states on disk captures whole data sets: it lives on a copy of the few.
+    They are of the run's own data set, by number. A run that keeps states on disk captures whole data sets: it lives
+    on a copy of the few.
     """
-    data, train = run.data, run.config.train
-    budget = _tokens_of_a_pass(run.target)
-    chosen = _affordable(data.training.lengths, data.training_ids, _CONVERSATIONS, budget)
-    heldout = _affordable(data.heldout.lengths, data.heldout_ids, min(_HELDOUT, train.eval_conversations), budget // 3)
+    data = run.data
+    for count in range(_HELDOUT, 2 * _HELDOUT + 1):
+        most = min(count, run.config.train.eval_conversations)
+        heldout = _affordable(data.heldout.lengths, data.heldout_ids, most, budget)
+        if data.heldout.lengths[heldout].sum() > tokens_per_row:
+            break
     if run.config.pipeline.states_path is None:
         return RunData(data.training, chosen, data.heldout, heldout)
     training, kept = _copied(data.training, chosen, "lived"), _copied(data.heldout, heldout, "lived, held out")

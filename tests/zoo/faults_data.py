@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerFast
 
 from draftline.data.accounting import Accounting
 from draftline.data.prepare import Preparation
@@ -14,6 +15,7 @@ from draftline.data.template import ChatTemplate
 from draftline.options import GenerationSettings
 from draftline.records import Sample
 from draftline.targets import regenerate as regenerate_module
+from tests.zoo import pipeline
 from tests.zoo.fault import fault, packing, unchecked_data, with_samples
 from tests.zoo.pipeline import Recipe, World, chat_tokenizer
 
@@ -155,6 +157,18 @@ def _(world: World) -> None:
     for row in world.rows[::2]:
         answer = row["messages"][1]
         answer["content"] = f"<think> Well. </think> {answer['content']}"
+
+
+@fault("decoding does not stop at the token that ends a turn", "B105", "EVL007", ROWS)
+def _(world: World) -> None:
+    def other_end() -> PreTrainedTokenizerFast:
+        tokenizer = chat_tokenizer()
+        tokenizer.eos_token = "<s>"
+        return tokenizer
+
+    world.patch.setattr(pipeline, "chat_tokenizer", other_end)
+    world.target = replace(world.target, tokenizer=other_end())
+    world.target.config.eos_token_id = world.target.model.generation_config.eos_token_id = 1
 
 
 @fault("control tokens are split into letters", "B14", "DAT006", ROWS)

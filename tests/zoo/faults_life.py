@@ -29,6 +29,7 @@ from tests.zoo.pipeline import Recipe, World
 SEEDED = Recipe(settings={"train": {"seed": 3}})
 FROM_LAYERS = Recipe(settings={"drafter": {"start_from": "target_layers"}})
 LOADED = Recipe(loaded=True)
+LONG = Recipe(data="long")
 
 
 # Steps.
@@ -50,6 +51,13 @@ def _(world: World) -> None:
         def zero_grad(self, set_to_none: bool = True) -> None: ...
 
     on_optimizer(world, lambda model, made: Keeping(model.parameters(), lr=made.defaults["lr"], weight_decay=0.0))
+
+
+@fault("first weights come from a generator that nobody seeds", "B77", "RUN004")
+def _(world: World) -> None:
+    clean, fresh = DFlashDraftModel.init_weights, torch.Generator()
+    fresh.seed()
+    world.patch.setattr(DFlashDraftModel, "init_weights", lambda model, _generator: clean(model, fresh))
 
 
 @fault("only the first row of a step is learned from", "B106", "LOS006")
@@ -118,6 +126,12 @@ def _(world: World) -> None:
 
     assert count
     world.patch.setattr(run_module, "heldout_rows", rows)
+
+
+@fault("an evaluation reads its first row alone", "B98", "RUN007", LONG)
+def _(world: World) -> None:
+    clean = run_module.heldout_rows
+    world.patch.setattr(run_module, "heldout_rows", lambda *given: clean(*given)[:1])
 
 
 @fault("held-out anchors follow the seed of the run", "B98", "RUN007", SEEDED)

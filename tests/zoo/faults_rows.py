@@ -33,6 +33,7 @@ from tests.zoo.pipeline import Recipe, World, random_model
 THREADS = Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 2}})
 STORED = Recipe(settings={"pipeline": {"states_path": "states"}})
 LONG = Recipe(data="long")
+WINDOW = Recipe(data="long", settings={"drafter": {"num_sliding_layers": 2, "sliding_window": 40}})
 
 
 # The order of rows.
@@ -181,6 +182,22 @@ def _(world: World) -> None:
     world.patch.setattr(HiddenStatesQueue, "put", lambda queue, row: clean(queue, _with_states(row, _eight_bits)))
 
 
+@fault("the queue gives rows in pairs the wrong way round", "W41", "RUN002", THREADS)
+def _(world: World) -> None:
+    clean, held = HiddenStatesQueue.get, list[PackedBatch]()
+
+    def get(queue: HiddenStatesQueue) -> PackedBatch | None:
+        if held:
+            return held.pop()
+        first, second = clean(queue), clean(queue)
+        if first is None or second is None:
+            return first
+        held.append(first)
+        return second
+
+    world.patch.setattr(HiddenStatesQueue, "get", get)
+
+
 @fault("target loops run another target", "B26", "RUN003", THREADS)
 def _(world: World) -> None:
     def others(target: Any, _config: Any, devices: Sequence[str]) -> list[Any]:
@@ -253,7 +270,7 @@ def _(world: World) -> None:
     handing(world, ending)
 
 
-@fault("the drafter turns everything beyond position 63 alike", "B54", "RUN005", LONG)
+@fault("the drafter turns everything beyond position 63 alike", "B54", "DRF008", LONG)
 def _(world: World) -> None:
     clean = DFlashDraftModel._rotation
     world.patch.setattr(
@@ -261,7 +278,7 @@ def _(world: World) -> None:
     )
 
 
-@fault("blocks see no further back than 64 tokens", "B58", "RUN005", LONG)
+@fault("blocks see no further back than 64 tokens", "B58", "DRF008", LONG)
 def _(world: World) -> None:
     clean = attention_module._groups
 
@@ -272,6 +289,27 @@ def _(world: World) -> None:
             yield replace(group, layout=replace(group.layout, context_start_A=near))
 
     world.patch.setattr(attention_module, "_groups", groups)
+
+
+@fault("a window of 40 tokens is ignored", "B58", "DRF008", WINDOW)
+def _(world: World) -> None:
+    def attention(layout: BlockLayout, kind: LayerKind, context_length: int) -> Attention:
+        return GroupedAttention(layout, replace(kind, window=None), context_length)
+
+    world.patch.setattr(step_module, "attention_class", lambda _name, _device: attention)
+
+
+@fault("the draft cache loses what is older than 64 tokens", "B41", "DRF007", LONG)
+def _(world: World) -> None:
+    clean = DFlashDraftModel.extend_cache
+
+    def extend(model: DFlashDraftModel, cache: Any, states: Tensor) -> None:
+        clean(model, cache, states)
+        for kept in cache.keys_values:
+            for tensor in kept:
+                tensor[:-64] = 0.0
+
+    world.patch.setattr(DFlashDraftModel, "extend_cache", extend)
 
 
 # What a drafter in training keeps, draws and computes.
@@ -287,6 +325,12 @@ def _(world: World) -> None:
         return kept.setdefault((*size, *same), GroupedAttention(layout, kind, context_length))
 
     world.patch.setattr(step_module, "attention_class", lambda _name, _device: attention)
+
+
+@fault("anchors of a pass are those of the next", "B48", "RUN004")
+def _(world: World) -> None:
+    clean = step_module.draw_anchors
+    world.patch.setattr(step_module, "draw_anchors", lambda row, *rest: clean(replace(row, epoch=row.epoch + 1), *rest))
 
 
 @fault("anchors are neighbours", "B48", "RUN004")

@@ -215,9 +215,9 @@ class World:
         return subject_of_run(run) if self.rows or self.samples else AuditSubject(run)
 
 
-def subject(recipe: Recipe, folder: Path) -> AuditSubject:
-    """A clean run for an audit."""
-    return World.of(recipe, pytest.MonkeyPatch(), folder).subject()
+def subject(recipe: Recipe | None = None, folder: Path = Path()) -> AuditSubject:
+    """A clean run for an audit; the folder is for recipes that write something."""
+    return World.of(recipe or Recipe(), pytest.MonkeyPatch(), folder).subject()
 
 
 Conversations = tuple[list[Sample], list[Sample], list[dict[str, Any]]]
@@ -262,12 +262,12 @@ def own_answers(target: Target, count: int = 12) -> Conversations:
 
 
 def long_answers(target: Target) -> Conversations:
-    """The same, a few of them several times as long."""
-    samples, heldout, _ = own_answers(target, 8)
+    """The same, a few of them several times as long; the first that is held out has a long prompt."""
+    samples, heldout, _ = own_answers(target)
     prompts = torch.randint(3, MASK, (3, 8), generator=torch.Generator().manual_seed(4))
     rows = answered(target, prompts, 112, [MASK])
-    longer = [Sample(0, ids, torch.arange(len(ids)) >= 8) for ids in rows]
-    return [*samples, *longer], heldout, []
+    longer = [Sample(0, ids, torch.arange(len(ids)) >= start) for ids, start in zip(rows, (8, 8, 90), strict=True)]
+    return [*samples[:7], *longer[:2]], [longer[2], *samples[7:], *heldout], []
 
 
 CHAT_TEMPLATE = (

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
 from draftline.data.prompts import Prompt
+from draftline.draft.model import DFlashDraftModel
 from draftline.errors import Interrupted
 from draftline.evaluate import generate as generate_module
 from draftline.evaluate.benchmark import evaluate_prompts
@@ -172,12 +173,23 @@ def _exported(world: World, folder: Path) -> Product:
 
 
 def _decoded(world: World, folder: Path) -> list[Any]:
-    """Drafted blocks and outputs of the exported drafter, through the decoder that counts forwards."""
+    """Drafted blocks and outputs of the exported drafter, through the decoder that counts forwards.
+
+    What hardly trained drafters say depends little on what they see, so it is also asked with large weights.
+    """
     model = load_drafter(folder, target=world.target).draft_model
-    prompts = [sample.input_ids[:8] for sample in _some(world)]
+    answers = _answers(world, model)
+    generator = torch.Generator().manual_seed(29)
+    for parameter in model.parameters():
+        size = parameter.shape[-1] ** -0.5 if parameter.ndim == 2 else 0.5
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 2.0 * size
+    return [*answers, *_answers(world, model)]
+
+
+def _answers(world: World, model: DFlashDraftModel) -> list[Any]:
     answers = [
-        generate_module.generate(world.target, model, ids[None], max_new_tokens=24, stop_token_ids=[2])
-        for ids in prompts
+        generate_module.generate(world.target, model, _prompt(sample)[None], max_new_tokens=16, stop_token_ids=[2])
+        for sample in _some(world)
     ]
     return [(answer.output_ids, answer.accepted_per_forward, answer.drafted_blocks) for answer in answers]
 
@@ -185,6 +197,12 @@ def _decoded(world: World, folder: Path) -> list[Any]:
 def _some(world: World) -> list[Sample]:
     data = world.data()
     return [data.heldout[int(i)] for i in data.heldout_ids[:2]]
+
+
+def _prompt(sample: Sample) -> torch.Tensor:
+    """All before the last answer, one token at least."""
+    asked = (~sample.loss_mask).nonzero()
+    return sample.input_ids[: int(asked[-1]) + 1 if len(asked) else 1]
 
 
 class _Knowing:
