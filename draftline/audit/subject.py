@@ -31,6 +31,7 @@ from draftline.evaluate import generate
 from draftline.formats import write
 from draftline.formats.beginning import settings_of
 from draftline.formats.load import LoadedDrafter, checkpoint_folder
+from draftline.formats.programs import formats_for
 from draftline.records import CapturedSample, PackedBatch, Sample
 from draftline.run import Run, assemble
 from draftline.targets.model import Target, load_target
@@ -189,7 +190,7 @@ class AuditSubject:
 
     def export(self, draft_model: DFlashDraftModel, folder: Path) -> None:
         """Write the drafter that will be served, in float32; a reduced vocabulary has no place in z-lab's format."""
-        if draft_model.config.draft_vocab_size is None:
+        if formats_for(draft_model.config)[0] == "zlab":
             write.export_zlab(draft_model, folder, "float32")
         else:
             name, head = self.target.name, self.target.head
