@@ -34,6 +34,7 @@ from draftline.draft.loss import StepMetrics
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run
 from draftline.train.log import metrics_record
+from draftline.train.run_folder import RunFolder
 from draftline.transfer.pack import make_row
 from draftline.transfer.stage import DeviceStage, to_device
 from draftline.transfer.store import StatesStore, loop_identity
@@ -282,7 +283,8 @@ def _wrong_weights(run: Run) -> Problem | None:
 
 def _stored(folder: Path) -> Mapping[str, Tensor]:
     """Weights by z-lab's names of a run or an export; nothing where a folder has others."""
-    places = (folder / "best", folder / "last", folder)
+    run = RunFolder(folder)
+    places = [place for place in (run.checkpoint("best"), run.checkpoint("last"), folder) if place is not None]
     files = [place / name for place in places for name in ("drafter.safetensors", "model.safetensors")]
     file = next((file for file in files if file.is_file()), None)
     return {} if file is None else load_file(file)
