@@ -380,12 +380,7 @@ class Judge:
         low = computed_in(run)
         if low == torch.float32:
             return (oracle.step_gradient(drafter, rows, anchors, run.config.loss) if is_narrow(run) else None), 1.0
-        weights = {name: tensor.to(low).double() for name, tensor in drafter.weights.items()}
-        rows = [
-            replace(row, conversations=tuple(replace(c, states=c.states.to(low)) for c in row.conversations))
-            for row in rows
-        ]
-        rounding = replace(drafter, weights=weights).with_head_in(low)
+        rounding = replace(drafter, dtype=low).with_head_in(low)
         return oracle.step_gradient(rounding, rows, anchors, run.config.loss), _MARGIN
 
     # What the optimiser makes of it.

@@ -132,7 +132,7 @@ def reference_block(
     """
     slots = len(context_states) + position_shift + position_step * torch.arange(len(block_embeddings))
     anchors = [len(context_states)]
-    return _run(view, weights, context_states, anchors, block_embeddings[None], slots[None])[0]
+    return _run(view, _Weights(weights), context_states, anchors, block_embeddings[None], slots[None])[0]
 
 
 def reference_blocks(
@@ -141,6 +141,7 @@ def reference_blocks(
     states_SLD: Tensor,
     anchors: Sequence[int],
     embeddings_APD: Tensor,
+    dtype: torch.dtype = torch.float64,
 ) -> Tensor:
     """Outputs of blocks of one conversation, [A, P, D] float64 after `norm`, as training asks for them.
 
@@ -150,9 +151,10 @@ def reference_blocks(
         states_SLD: [S, L*D] captured states of all its tokens.
         anchors: A positions in the conversation.
         embeddings_APD: [A, P, D] what the slots start from.
+        dtype: what both sides and the result of every matrix product are rounded to.
     """
     slots_AP = torch.tensor(list(anchors))[:, None] + torch.arange(embeddings_APD.shape[1])
-    return _run(view, weights, states_SLD, anchors, embeddings_APD, slots_AP)
+    return _run(view, _Weights(weights, dtype), states_SLD, anchors, embeddings_APD, slots_AP)
 
 
 def visible_keys(
@@ -173,12 +175,17 @@ def visible_keys(
 class _Weights:
     """Weights by name, each in float64 only while it is used: all of them at once would be twice the drafter."""
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = weights
+    def __init__(self, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> None:
+        self._weights, self._dtype = weights, dtype
+
+    def rounded(self, values: Tensor) -> Tensor:
+        """Values, and their gradients on the way back, as a matrix product takes or gives them."""
+        return values.to(self._dtype).double()
 
     def linear(self, name: str, states: Tensor) -> Tensor:
         """A linear map without bias."""
-        return states @ self._weights[f"{name}.weight"].double().cpu().T
+        weight = self.rounded(self._weights[f"{name}.weight"].cpu())
+        return self.rounded(self.rounded(states) @ weight.T)
 
     def norm(self, name: str, states: Tensor, eps: float) -> Tensor:
         """Root mean square norm over the last dimension."""
@@ -188,13 +195,12 @@ class _Weights:
 
 def _run(
     view: DrafterView,
-    weights: Mapping[str, Tensor],
+    w: _Weights,
     states_SLD: Tensor,
     anchors: Sequence[int],
     embeddings_APD: Tensor,
     slots_AP: Tensor,
 ) -> Tensor:
-    w = _Weights(weights)
     context_SD = w.norm("hidden_norm", w.linear("fc", states_SLD.double().cpu()), view.eps)
     block_APD = embeddings_APD.double().cpu()
     context_rope, block_rope = rope_table(view, torch.arange(len(context_SD))), rope_table(view, slots_AP)
@@ -229,7 +235,7 @@ def _attention(
         return split if part == "q" else split.repeat_interleave(view.num_heads // view.num_key_value_heads, dim=-2)
 
     def turned(part: str, states: Tensor, rope: _Rope) -> Tensor:
-        return _rotate(w.norm(f"{name}.{part}_norm", heads(part, states), view.eps), *rope)
+        return w.rounded(_rotate(w.norm(f"{name}.{part}_norm", heads(part, states), view.eps), *rope))
 
     query_APNH = turned("q", *block)
     scores = [
@@ -237,7 +243,7 @@ def _attention(
         torch.einsum("apnh,aknh->napk", query_APNH, turned("k", *block)),
     ]
     scores_NAPT = (torch.cat(scores, dim=-1) / math.sqrt(view.head_dim)).masked_fill(~seen_APT, -math.inf)
-    shares = scores_NAPT.softmax(-1).split([len(context[0]), block[0].shape[1]], dim=-1)
+    shares = w.rounded(scores_NAPT.softmax(-1)).split([len(context[0]), block[0].shape[1]], dim=-1)
     from_context = torch.einsum("naps,snh->apnh", shares[0], heads("v", context[0]))
     from_block = torch.einsum("napk,aknh->apnh", shares[1], heads("v", block[0]))
     return w.linear(f"{name}.o_proj", (from_context + from_block).flatten(-2))
@@ -259,6 +265,7 @@ class ReferenceDrafter:
         embed: ids [...] to [..., D], what the target's first layer receives for them.
         head: [n, D] to [n, V], or to [n, Vd] for a reduced vocabulary: the target's, with its factor and cap.
         kept_ids: [Vd] increasing ids that it can say; None: all.
+        dtype: what matrix products are rounded to.
     """
 
     view: DrafterView
@@ -266,6 +273,7 @@ class ReferenceDrafter:
     embed: Callable[[Tensor], Tensor]
     head: ReferenceHead
     kept_ids: Tensor | None
+    dtype: torch.dtype = torch.float64
 
     def logits(self, hidden_nD: Tensor) -> Tensor:
         """What it says, one row of its head's logits each."""
@@ -276,11 +284,13 @@ class ReferenceDrafter:
         return replace(self, weights=in_float64(weights))
 
     def with_head_in(self, dtype: torch.dtype) -> ReferenceDrafter:
-        """The same where the head computes in a narrow dtype: outputs and logits are rounded to it.
+        """The same where the head computes in a narrow dtype: its weights, outputs and logits are rounded to it.
 
         So are their gradients on the way back. This is all that a narrow target does to a float32 drafter (section 8).
         """
-        return replace(self, head=replace(self.head, dtype=dtype))
+        stored = self.head.stored == dtype
+        weight_VD = self.head.weight_VD if stored else self.head.weight_VD.to(dtype).double()
+        return replace(self, head=replace(self.head, weight_VD=weight_VD, dtype=dtype))
 
     def ids_of(self, rows: Tensor) -> Tensor:
         """Token ids of rows of its head."""
@@ -344,6 +354,7 @@ class ReferenceHead:
     Attributes:
         weight_VD, bias_V: float64.
         multiplier, softcap: what is done to the logits: times the first, then c * tanh(logits / c).
+        stored: number format of the model's own weights.
         dtype: what each result is rounded to, on the way back too.
     """
 
@@ -351,6 +362,7 @@ class ReferenceHead:
     bias_V: Tensor | float
     multiplier: float
     softcap: float | None
+    stored: torch.dtype
     dtype: torch.dtype = torch.float64
 
     def logits(self, hidden_nD: Tensor) -> Tensor:
@@ -375,7 +387,7 @@ def head_of(model: PreTrainedModel, multiplier: float, softcap: float | None, ke
     weight_VD = head.weight.detach()[rows].double().cpu()
     bias = head.bias if hasattr(head, "bias") else None
     bias_V = 0.0 if bias is None else bias.detach()[rows].double().cpu()
-    return ReferenceHead(weight_VD, bias_V, multiplier, softcap)
+    return ReferenceHead(weight_VD, bias_V, multiplier, softcap, head.weight.dtype)
 
 
 def block_outputs(drafter: ReferenceDrafter, input_ids: Tensor, states: Tensor, anchors: Sequence[int]) -> Tensor:
@@ -389,7 +401,7 @@ def block_outputs(drafter: ReferenceDrafter, input_ids: Tensor, states: Tensor, 
     assert view.mask_token_id is not None, "the drafter's configuration names no mask token"
     ids_AP = torch.full((len(anchors), view.block_size), view.mask_token_id)
     ids_AP[:, 0] = input_ids.cpu()[list(anchors)]
-    return reference_blocks(view, drafter.weights, states, anchors, drafter.embed(ids_AP))
+    return reference_blocks(view, drafter.weights, states, anchors, drafter.embed(ids_AP), drafter.dtype)
 
 
 def said(drafter: ReferenceDrafter, logits: Tensor) -> tuple[Tensor, Tensor]:
