@@ -398,7 +398,7 @@ def _far_block(probe: Probe) -> _FarBlock:
     with probe.shaken_weights():
         trained = model(states, both, layout, probe.subject.run.drafter.attention)[0, block:]
         cache = model.new_cache()
-        for part in states[:, :place].split(place // 2 + 1, dim=1):
+        for part in states[:, :place].split(place // 3 + 1, dim=1):
             model.extend_cache(cache, part)
         decoded = model.draft(cache, embeddings)[0]
         weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
