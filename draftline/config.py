@@ -120,16 +120,30 @@ class LossConfig(Settings):
 
 
 class OptimConfig(Settings):
-    """AdamW with a cosine schedule."""
+    """What moves the weights, with a cosine schedule."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: every tensor; `muon`: matrices of the layers and `fc` by orthogonalised momentum, norms by AdamW."""
     learning_rate: float = Field(6e-4, gt=0)
+    """AdamW's highest rate."""
     weight_decay: float = Field(0.0, ge=0)
+    """AdamW's: share of a weight that an update of rate 1 takes away."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.999, ge=0, lt=1)
+    muon_learning_rate: float | None = Field(None, gt=0)
+    """Muon's highest rate, at AdamW's scale (an update of rate 1 has entries of about 0.2); none: `learning_rate`."""
+    muon_weight_decay: float = Field(0.1, ge=0)
+    """Muon's: share of a weight that an update of rate 1 takes away."""
+    muon_momentum: float = Field(0.95, ge=0, lt=1)
+    """Share of the running mean of gradients that an update keeps."""
+    muon_nesterov: bool = True
+    """The gradient counts once more on top of the running mean."""
+    muon_ns_steps: int = Field(5, ge=1, lt=100)
+    """Newton-Schulz iterations that orthogonalise."""
     warmup_fraction: float = Field(0.04, ge=0, lt=1)
     """Share of all steps in which the rate rises linearly from 0."""
     final_fraction: float = Field(0.0, ge=0, le=1)
-    """The rate at the last step as a share of `learning_rate`."""
+    """The rate at the last step as a share of the highest."""
     clip_norm: float = Field(1.0, gt=0)
     """Global gradient norm is cut to this."""
 

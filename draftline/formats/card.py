@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from draftline.config import DFlashConfig, ExportDtype, RunConfig, decay_gamma
+from draftline.config import DFlashConfig, ExportDtype, OptimConfig, RunConfig, decay_gamma
 from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import DataError
@@ -178,11 +178,19 @@ def _training(training: Training | None) -> str:
         "tokens seen": str(training.tokens),
         "labels": f"{run.loss.labels}, decay gamma {decay_gamma(run.loss, block)}, mean over {run.loss.denominator}",
         "anchors": f"at most {run.train.num_anchors} per conversation and pass",
-        "optimiser": f"AdamW, learning rate {run.optim.learning_rate}, weight decay {run.optim.weight_decay}",
+        "optimiser": _optimiser(run.optim),
         "seed": str(run.train.seed),
     }
     settings = yaml.safe_dump(run.model_dump(mode="json", exclude={"data"}), sort_keys=False)
     return f"## Training\n\n{_table(('', ''), rows.items())}\n\nAll settings:\n\n```yaml\n{settings}```"
+
+
+def _optimiser(optim: OptimConfig) -> str:
+    adamw = f"AdamW, learning rate {optim.learning_rate}, weight decay {optim.weight_decay}"
+    if optim.name == "adamw":
+        return adamw
+    rate = optim.muon_learning_rate or optim.learning_rate
+    return f"Muon, learning rate {rate}, weight decay {optim.muon_weight_decay}; norms by {adamw}"
 
 
 def _modes(mode: ChatMode | None) -> list[str]:

@@ -1,7 +1,7 @@
 """Checkpoints of a run: complete or absent, checked when read.
 
     drafter.safetensors     weights, float32, under the names that serving engines read
-    optimizer.safetensors   both moments and the update count of every parameter
+    optimizer.safetensors   what the optimiser remembers of every parameter (moments, update counts)
     random.safetensors      state of torch's generators
     state.json              progress, configurations, checksums of the three files above
 

@@ -25,6 +25,7 @@ from tests.run.small_run import assert_same_run, read_lines, small_run
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["tests.run.test_interruption"])
 
+MUON = ("optim.name=muon", "optim.muon_learning_rate=0.02")
 THREADS = ("pipeline.mode=threads", "pipeline.target_loops=2")
 
 
@@ -125,6 +126,15 @@ def test_killed_once_and_continued_is_the_whole_run(
     out = tmp_path / "run"
     assert exit_status(start(out, prepare=prepare, moment=moment)) == -signal.SIGKILL
     assert exit_status(start(out, resume=True)) == 0
+    assert_same_run(whole, out)
+
+
+def test_momentum_of_matrices_comes_back_bit_for_bit(tmp_path: Path) -> None:
+    out, whole = tmp_path / "run", tmp_path / "whole"
+    assert exit_status(start(whole, MUON)) == 0
+    for moment in (4, 12):  # the checkpoint of step 5 is yet to come, that of step 10 is the last
+        assert exit_status(start(out, MUON, resume=True, prepare=die_at_step, moment=moment)) == -signal.SIGKILL
+    assert exit_status(start(out, MUON, resume=True)) == 0
     assert_same_run(whole, out)
 
 
