@@ -245,12 +245,10 @@ def row_loss(
 
     hidden_APD = drafted_states(draft_model, batch.hidden_states_packed, blocks, frozen.embed, attention)
 
-    target_ids_S = _target_ids_S(batch, head, loss)
+    target_ids_S, label_rows_S = _what_the_target_says(batch, head, blocks, loss)
     target_AP = slot_labels(blocks.predicted_AP, target_ids_S, shift=-1)
     data_AP = slot_labels(blocks.predicted_AP, batch.input_ids[0], shift=0)
-    label_AP = data_AP
-    if loss.labels == "target":
-        label_AP = slot_labels(blocks.predicted_AP, _label_rows_S(batch, head, target_ids_S, loss), shift=-1)
+    label_AP = data_AP if loss.labels == "data" else slot_labels(blocks.predicted_AP, label_rows_S, shift=-1)
     weight_P = slot_weights(config.block_size, decay_gamma(loss, config.block_size), config.sample_from_anchor)
     weights_n = weight_P.to(hidden_APD.device).expand_as(supervised_AP)[supervised_AP]
     results = cross_entropy_sum(
@@ -273,20 +271,24 @@ def row_loss(
     return results.loss_sum, metrics
 
 
-def _target_ids_S(batch: PackedBatch, head: Head, loss: LossConfig) -> Tensor:
-    """The target's greedy next token at each row position, [S]: sent along, or computed here once per position."""
+def _what_the_target_says(batch: PackedBatch, head: Head, blocks: Blocks, loss: LossConfig) -> tuple[Tensor, Tensor]:
+    """The target's greedy next token at row positions, [S], and the row of the head that is taught for it, [S].
+
+    The ids were sent along, or are computed here: once per position, and only where a supervised slot asks, because
+    the head is the largest product of the step. What nobody asks for is 0.
+    """
     if batch.target_ids is not None:
-        return batch.target_ids[0]
+        with _as_the_target_says(batch):
+            return batch.target_ids[0], head.label_rows(batch.target_ids[0], None, loss.chunk_size)
     assert batch.verifier_last_hidden_packed is not None, "PackedBatch carries one of the two"
+    asked_n = blocks.predicted_AP[blocks.supervised_AP] - 1
+    asked_S = torch.zeros_like(batch.loss_mask[0]).index_fill_(0, asked_n, True)
+    ids_S, rows_S = torch.zeros_like(batch.input_ids[0]), torch.zeros_like(batch.input_ids[0])
     with _as_the_target_says(batch):
-        return head.target_ids(batch.verifier_last_hidden_packed[0], loss.chunk_size)
-
-
-def _label_rows_S(batch: PackedBatch, head: Head, target_ids_S: Tensor, loss: LossConfig) -> Tensor:
-    """Row of the head that is taught for what the target says at each row position, [S]."""
-    last = batch.verifier_last_hidden_packed
-    with _as_the_target_says(batch):
-        return head.label_rows(target_ids_S, None if last is None else last[0], loss.chunk_size)
+        states = batch.verifier_last_hidden_packed[0, asked_S]
+        ids = head.target_ids(states, loss.chunk_size)
+        ids_S[asked_S], rows_S[asked_S] = ids, head.label_rows(ids, states, loss.chunk_size)
+    return ids_S, rows_S
 
 
 @contextmanager

@@ -237,7 +237,14 @@ def test_head_sees_supervised_slots_alone_and_each_position_once() -> None:
     result = step(model, [batch], LossConfig(chunk_size=4), frozen=FrozenTarget(TARGET.embedding, head))
     assert max(head.logit_rows) == 4
     assert sum(head.logit_rows) == result.metrics.slots
-    assert [states.shape[0] for states in head.last_hidden] == [21]
+    anchors, block = draw_anchors(batch, 5, seed=0).tolist(), model.config.block_size
+    ends = [
+        next(e for e in range(a + 1, 22) if e in (5, 6, 12, 21)) for a in anchors
+    ]  # what stops the run after an anchor
+    asked = sorted({p - 1 for a, end in zip(anchors, ends, strict=True) for p in range(a + 1, min(a + block, end))})
+    assert batch.verifier_last_hidden_packed is not None
+    assert len(head.last_hidden) == 1
+    assert torch.equal(head.last_hidden[0], batch.verifier_last_hidden_packed[0, asked])
 
 
 def test_noise_on_captured_states_does_not_reach_the_targets() -> None:
