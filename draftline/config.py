@@ -11,6 +11,7 @@ default left open. It is what a checkpoint stores and what an export is written 
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -111,12 +112,37 @@ class LossConfig(Settings):
 
     labels: Literal["target", "data"] = "target"
     """`target`: the target's own greedy next token; `data`: the token in the data."""
+    ce: float = Field(1.0, ge=0)
+    """Share of cross entropy with the label, nats; `ce`, `kl` and `tv` add up to 1."""
+    kl: float = Field(0.0, ge=0)
+    """Share of KL(target || drafter), nats: the target's whole distribution is taught."""
+    tv: float = Field(0.0, ge=0)
+    """Share of the total variation of target and drafter, 0 to 1: what sampling rejects (DSpark: ce 0.1, tv 0.9)."""
+    top_k: int | None = Field(None, ge=1)
+    """So many best tokens of the target's distribution count, scaled to sum 1; what is lost is logged. None: all."""
+    weights: Literal["decay", "dpace"] = "decay"
+    """`decay`: by the place in the block; `dpace`: by how sure the drafter is of the labels before it (D-PACE)."""
     decay_gamma: float | None = Field(None, gt=0)
     """Weight of slot k is exp(-(k-1)/gamma); none: the published value for the block size, else block_size / 2."""
+    dpace_alpha: float = Field(0.5, gt=0, le=1)
+    """D-PACE takes (1 - alpha) q + alpha for the drafter's probability q of a label; at 1 it does not look at q."""
     denominator: Literal["slots", "weights"] = "slots"
     """The summed loss of an optimiser step is divided by its supervised slots, or by their summed weights."""
     chunk_size: int = Field(2048, ge=1)
-    """Slots whose logits exist at the same time."""
+    """Slots whose logits exist at the same time; a block is never cut."""
+
+    @model_validator(mode="after")
+    def _check(self) -> LossConfig:
+        if not math.isclose(self.ce + self.kl + self.tv, 1.0, rel_tol=1e-6):
+            raise ValueError(f"ce + kl + tv is {self.ce + self.kl + self.tv:g}: set shares that add up to 1")
+        if self.top_k is not None and not self.teaches_distribution:
+            raise ValueError(f"top_k = {self.top_k} cuts a distribution that is not taught: set kl or tv, or no top_k")
+        return self
+
+    @property
+    def teaches_distribution(self) -> bool:
+        """Whether more than a label is taught, for which the target's last hidden states are needed."""
+        return self.kl > 0 or self.tv > 0
 
 
 class OptimConfig(Settings):
@@ -198,7 +224,7 @@ class PipelineConfig(Settings):
     """Most bytes of captured rows that wait for the drafter. A single larger row still passes, alone."""
     send: Literal["target_ids", "last_hidden"] | None = None
     """What travels beside the captured layers: the target's greedy ids (few bytes), or its last hidden states. None:
-    the ids, but the states for a reduced vocabulary, whose labels cannot be made from ids."""
+    the ids, but the states where ids do not suffice: for a reduced vocabulary, and to teach a distribution."""
     states_path: Path | None = None
     """Folder for captured states: captured once, then read by every pass, and by later runs that want the same."""
     target_batch_tokens: int = Field(8192, ge=1)
@@ -420,18 +446,19 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def sent_beside_states(config: RunConfig) -> Literal["target_ids", "last_hidden"]:
-    """What travels beside the captured layers: what is set, else what the drafter's vocabulary allows.
+    """What travels beside the captured layers: what is set, else what vocabulary and loss need.
 
     Raises:
-        ConfigError: ids are to be sent for a reduced vocabulary.
+        ConfigError: ids are to be sent for a reduced vocabulary, or where the target's distribution is taught.
     """
-    if config.drafter.draft_vocab_size is None:
+    fewer, loss = config.drafter.draft_vocab_size, config.loss
+    if fewer is None and not loss.teaches_distribution:
         return config.pipeline.send or "target_ids"
     if config.pipeline.send == "target_ids":
-        raise ConfigError(
-            "pipeline.send = target_ids gives no labels among fewer tokens (drafter.draft_vocab_size = "
-            f"{config.drafter.draft_vocab_size}): set pipeline.send=last_hidden, or leave it out"
-        )
+        reason = f"no labels among fewer tokens (drafter.draft_vocab_size = {fewer})"
+        if fewer is None:
+            reason = f"no distribution to teach (loss.kl = {loss.kl:g}, loss.tv = {loss.tv:g})"
+        raise ConfigError(f"pipeline.send = target_ids gives {reason}: set pipeline.send=last_hidden, or leave it out")
     return "last_hidden"
 
 

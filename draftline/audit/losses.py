@@ -28,7 +28,8 @@ from draftline.audit.probe import Probe, relative_difference
 from draftline.audit.reference import naive_anchors, naive_slots, naive_weights
 from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
-from draftline.config import PUBLISHED_DECAY
+from draftline.config import PUBLISHED_DECAY, LossConfig
+from draftline.draft.loss import TaughtSlots
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch
 from draftline.train import step
@@ -200,7 +201,9 @@ def wide_cross_entropy(probe: Probe) -> Problem | None:
     def logits_of(hidden_mD: Tensor) -> Tensor:
         return (hidden_mD @ weight).bfloat16()
 
-    results = step.cross_entropy_sum(hidden.requires_grad_(), labels, weights, logits_of, 20)
+    slots = TaughtSlots(labels, torch.arange(48) // 4, weights, lambda chunk: logits_of(hidden.detach()[chunk]))
+    settings = LossConfig(chunk_size=20)
+    results = step.slot_loss_sum(hidden.requires_grad_(), slots, logits_of, settings)
     results.loss_sum.backward()
     assert hidden.grad is not None
     logits = logits_of(hidden.detach()).double()

@@ -45,6 +45,9 @@ class Head(Protocol):
     def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int) -> Tensor:
         """Row of the best token that there is a row for, [...]: what a slot is taught where the target says an id."""
 
+    def __call__(self, last_hidden: Tensor) -> Tensor:
+        """Logits [..., rows] of the target's raw last-layer states [..., D]."""
+
     def to_target_ids(self, rows: Tensor) -> Tensor:
         """Tokens of rows."""
 

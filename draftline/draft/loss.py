@@ -7,12 +7,34 @@ then only scales what is stored, and the head is multiplied twice per slot inste
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from draftline.config import LossConfig
+
+
+@dataclass(frozen=True)
+class TaughtSlots:
+    """What n supervised slots are to learn, block after block.
+
+    Attributes:
+        labels_n: [n] int64, row of the head.
+        block_n: [n] int64 that never falls: slots with one number are of one block, in their order.
+        weights_n: [n] float, by their place in the block; they count with `loss.weights = decay`.
+        teacher: some of the n -> [m, V] logits of the target where they predict; called with
+            `loss.teaches_distribution`.
+    """
+
+    labels_n: Tensor
+    block_n: Tensor
+    weights_n: Tensor
+    teacher: Callable[[slice], Tensor]
 
 
 @dataclass(frozen=True)
@@ -20,56 +42,132 @@ class SlotResults:
     """What the drafter said in n supervised slots.
 
     Attributes:
-        loss_sum: scalar with gradient, sum of weight * cross entropy (nats).
+        loss_sum: scalar with gradient, sum of weight * loss.
+        weight_sum: scalar, sum of the weights.
         predicted_n: [n] int64, argmax of the drafter's logits.
+        lost_mass: scalar, sum of the probability that `loss.top_k` cut off.
     """
 
     loss_sum: Tensor
+    weight_sum: Tensor
     predicted_n: Tensor
+    lost_mass: Tensor
 
 
-def cross_entropy_sum(
-    hidden_nD: Tensor,
-    labels_n: Tensor,
-    weights_n: Tensor,
-    logits_of: Callable[[Tensor], Tensor],
-    chunk_size: int,
+def slot_loss_sum(
+    hidden_nD: Tensor, slots: TaughtSlots, logits_of: Callable[[Tensor], Tensor], loss: LossConfig
 ) -> SlotResults:
-    """Weighted sum of hard cross entropy over supervised slots.
+    """Weighted sum of the loss over supervised slots.
 
     The sum is not divided: the divisor is known only when all micro-batches and ranks of a step are counted.
 
-    The gradient of the logits is written out, weight * (softmax - one-hot), in the buffer that held the exponentials:
-    autograd would allocate three more tables of the same size. Through `logits_of` autograd does the work.
+    The gradient of the logits is written out, for hard cross entropy weight * (softmax - one-hot), in the buffer that
+    held the exponentials: autograd would allocate three more tables of the same size. Through `logits_of` autograd does
+    the work. Weights that depend on what the drafter says are constants of that gradient.
 
     Args:
         hidden_nD: [n, D] drafter outputs after its `norm`, supervised slots only.
-        labels_n: [n] int64.
-        weights_n: [n] float.
         logits_of: the target's head with its scaling and soft cap, [m, D] -> [m, V]; it gets no gradient.
-        chunk_size: slots whose logits exist at the same time.
+        loss: settings.
     """
     wants_gradient = torch.is_grad_enabled() and hidden_nD.requires_grad
     gradient_nD = torch.zeros_like(hidden_nD)
-    predicted_n = torch.empty_like(labels_n)
-    loss_sum = hidden_nD.new_zeros((), dtype=torch.promote_types(hidden_nD.dtype, torch.float32))
-    for start in range(0, hidden_nD.shape[0], chunk_size):
-        chunk = slice(start, start + chunk_size)
+    predicted_n = torch.empty_like(slots.labels_n)
+    wide = torch.promote_types(hidden_nD.dtype, torch.float32)
+    loss_sum, weight_sum, lost_mass = (hidden_nD.new_zeros((), dtype=wide) for _ in range(3))
+    for chunk in _whole_blocks(slots.block_n, loss.chunk_size):
         leaf_mD = hidden_nD[chunk].detach().requires_grad_(wants_gradient)
         logits_mV = logits_of(leaf_mD)
+        labels_m1 = slots.labels_n[chunk, None]
         scores_mV = logits_mV.detach().to(torch.promote_types(logits_mV.dtype, torch.float32))
         top_m1, predicted_m1 = scores_mV.max(dim=-1, keepdim=True)
-        label_score_m1 = scores_mV.gather(1, labels_n[chunk, None])
+        predicted_n[chunk] = predicted_m1[:, 0]
         table_mV = (scores_mV - top_m1).exp_()
         normaliser_m1 = table_mV.sum(dim=-1, keepdim=True)
-        nats_m1 = normaliser_m1.log() + top_m1 - label_score_m1
-        weights_m1 = weights_n[chunk, None].to(table_mV.dtype)
-        loss_sum += (nats_m1 * weights_m1).sum()
-        predicted_n[chunk] = predicted_m1[:, 0]
+        total_m1 = normaliser_m1.log() + top_m1
+        nats_m1 = total_m1 - scores_mV.gather(1, labels_m1)
+        weights_m1 = slots.weights_n[chunk, None].to(table_mV.dtype)
+        if loss.weights == "dpace":
+            weights_m1 = dpace_weights(nats_m1[:, 0].neg().exp(), slots.block_n[chunk], loss.dpace_alpha)[:, None]
+        weight_sum += weights_m1.sum()
+        if not loss.teaches_distribution:
+            loss_sum += (nats_m1 * weights_m1).sum()
+            table_mV.mul_(weights_m1 / normaliser_m1).scatter_add_(1, labels_m1, -weights_m1)
+        else:
+            teacher_mV, lost_m1 = _distribution(slots.teacher(chunk).detach(), loss.top_k, table_mV.dtype)
+            lost_mass += lost_m1.sum()
+            table_mV.div_(normaliser_m1)
+            far_m1 = total_m1 - (teacher_mV * scores_mV).sum(1, keepdim=True)
+            distance_m1 = _distance(table_mV, teacher_mV, nats_m1, far_m1, loss)
+            loss_sum += (distance_m1 * weights_m1).sum()
+            table_mV = _slopes(table_mV, teacher_mV, labels_m1, loss).mul_(weights_m1)
         if wants_gradient:
-            table_mV.mul_(weights_m1 / normaliser_m1).scatter_add_(1, labels_n[chunk, None], -weights_m1)
             (gradient_nD[chunk],) = torch.autograd.grad(logits_mV, leaf_mD, table_mV.to(logits_mV.dtype))
-    return SlotResults(_KnownGradient.apply(hidden_nD, loss_sum, gradient_nD), predicted_n)
+    return SlotResults(_KnownGradient.apply(hidden_nD, loss_sum, gradient_nD), weight_sum, predicted_n, lost_mass)
+
+
+def dpace_weights(confidence_n: Tensor, block_n: Tensor, alpha: float) -> Tensor:
+    """Weights by what the drafter knows: sum over m >= j of the product over i <= m of (1 - a) q_i + a, [n].
+
+    Each term is about the chance that a block is right up to its slot m; slot j has a part in all terms from its own
+    on. Source: D-PACE, arXiv 2605.18810.
+
+    Args:
+        confidence_n: [n] the drafter's probability q of each label, without a gradient.
+        block_n: see `TaughtSlots`.
+        alpha: the least that a slot counts for those behind it.
+    """
+    _, index_n, sizes_B = block_n.unique_consecutive(return_inverse=True, return_counts=True)
+    place_n = torch.arange(len(block_n), device=block_n.device) - (sizes_B.cumsum(0) - sizes_B)[index_n]
+    factors_BP = confidence_n.new_ones(len(sizes_B), int(sizes_B.max()))
+    factors_BP[index_n, place_n] = (1.0 - alpha) * confidence_n + alpha
+    there_BP = torch.arange(factors_BP.shape[1], device=block_n.device) < sizes_B[:, None]
+    reached_BP = factors_BP.cumprod(dim=1) * there_BP
+    return reached_BP.flip(1).cumsum(dim=1).flip(1)[index_n, place_n]
+
+
+def _whole_blocks(block_n: Tensor, chunk_size: int) -> Iterator[slice]:
+    """Chunks of at most so many slots that cut no block; a block that is larger is a chunk of its own."""
+    ends = block_n.unique_consecutive(return_counts=True)[1].cumsum(0).tolist()
+    start = 0
+    for end, next_end in pairwise([*ends, math.inf]):
+        if next_end - start > chunk_size:
+            yield slice(start, end)
+            start = end
+
+
+def _distribution(logits_mV: Tensor, top_k: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Probabilities [m, V] of the target, of its best tokens alone if so many are named; and [m, 1] what is cut off."""
+    whole_mV = logits_mV.to(dtype).softmax(dim=-1)
+    if top_k is None or top_k >= whole_mV.shape[1]:
+        return whole_mV, whole_mV.new_zeros(len(whole_mV), 1)
+    kept_mK, best_mK = whole_mV.topk(top_k, dim=-1)
+    sum_m1 = kept_mK.sum(dim=-1, keepdim=True)
+    return torch.zeros_like(whole_mV).scatter_(1, best_mK, kept_mK / sum_m1), 1.0 - sum_m1
+
+
+def _distance(said_mV: Tensor, teacher_mV: Tensor, nats_m1: Tensor, far_m1: Tensor, loss: LossConfig) -> Tensor:
+    """Mixture of the three distances, [m, 1]; `far_m1` is the cross entropy of the drafter under the target."""
+    distance_m1 = loss.ce * nats_m1
+    if loss.kl:
+        distance_m1 = distance_m1 + loss.kl * (far_m1 - torch.special.entr(teacher_mV).sum(1, keepdim=True))
+    if loss.tv:
+        distance_m1 = distance_m1 + loss.tv * (1.0 - torch.minimum(said_mV, teacher_mV).sum(1, keepdim=True))
+    return distance_m1
+
+
+def _slopes(said_mV: Tensor, teacher_mV: Tensor, labels_m1: Tensor, loss: LossConfig) -> Tensor:
+    """Derivative of `_distance` with respect to the logits, [m, V].
+
+    Of the total variation: raising a probability q that lies below the target's p lowers it, and all others fall.
+    """
+    slopes_mV = said_mV * (loss.ce + loss.kl)
+    if loss.kl:
+        slopes_mV.sub_(teacher_mV, alpha=loss.kl)
+    if loss.tv:
+        below_mV = said_mV * (said_mV < teacher_mV)
+        slopes_mV.add_(said_mV * below_mV.sum(1, keepdim=True) - below_mV, alpha=loss.tv)
+    return slopes_mV.scatter_add_(1, labels_m1, torch.full_like(labels_m1, -1, dtype=slopes_mV.dtype) * loss.ce)
 
 
 class _KnownGradient(torch.autograd.Function):
@@ -91,8 +189,8 @@ class StepMetrics:
     """Sums and counts of one or more micro-batches; they are added, and divided only when read.
 
     Attributes:
-        loss_sum: sum over supervised slots of weight * loss (nats).
-        weight_sum: sum of the weights w_k of supervised slots.
+        loss_sum: sum over supervised slots of weight * loss.
+        weight_sum: sum of the weights of supervised slots.
         slots_P: [P] float64, supervised slots by position in the block (slot 0 is the anchor).
         correct_target_P: [P] float64, slots whose argmax is the target's own next token.
         correct_data_P: [P] float64, slots whose argmax is the token in the data.
@@ -101,6 +199,7 @@ class StepMetrics:
         streak_sum: sum over blocks of the leading run of right slots, bonus token not counted.
         blocks: number of blocks with at least one supervised slot.
         tokens: row positions seen.
+        lost_mass: sum over supervised slots of the probability that `loss.top_k` cut off.
     """
 
     loss_sum: float
@@ -113,6 +212,7 @@ class StepMetrics:
     streak_sum: float
     blocks: int
     tokens: int
+    lost_mass: float = 0.0
 
     def __add__(self, other: StepMetrics) -> StepMetrics:
         return StepMetrics(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import yaml
 
-from draftline.config import DFlashConfig, ExportDtype, OptimConfig, RunConfig, decay_gamma
+from draftline.config import DFlashConfig, ExportDtype, LossConfig, OptimConfig, RunConfig, decay_gamma
 from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import DataError
@@ -176,13 +176,25 @@ def _training(training: Training | None) -> str:
         "longest conversation": f"{run.data.max_length} tokens",
         "steps": str(training.step),
         "tokens seen": str(training.tokens),
-        "labels": f"{run.loss.labels}, decay gamma {decay_gamma(run.loss, block)}, mean over {run.loss.denominator}",
+        "labels": f"{run.loss.labels}, {_weighting(run.loss, block)}, mean over {run.loss.denominator}",
+        **({"taught": _taught(run.loss)} if run.loss.teaches_distribution else {}),
         "anchors": f"at most {run.train.num_anchors} per conversation and pass",
         "optimiser": _optimiser(run.optim),
         "seed": str(run.train.seed),
     }
     settings = yaml.safe_dump(run.model_dump(mode="json", exclude={"data"}), sort_keys=False)
     return f"## Training\n\n{_table(('', ''), rows.items())}\n\nAll settings:\n\n```yaml\n{settings}```"
+
+
+def _weighting(loss: LossConfig, block_size: int) -> str:
+    if loss.weights == "dpace":
+        return f"D-PACE weights, alpha {loss.dpace_alpha}"
+    return f"decay gamma {decay_gamma(loss, block_size)}"
+
+
+def _taught(loss: LossConfig) -> str:
+    of = "" if loss.top_k is None else f", of the target's {loss.top_k} best tokens"
+    return f"{loss.ce:g} cross entropy, {loss.kl:g} KL(target, drafter), {loss.tv:g} total variation{of}"
 
 
 def _optimiser(optim: OptimConfig) -> str:

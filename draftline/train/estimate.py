@@ -15,7 +15,9 @@ from draftline.train.run_folder import RunFolder
 
 _WEIGHT_BYTES = 4
 _STEP_COPIES = 4
-"""Weights, gradients and both moments, all float32."""
+"""Weights, gradients and both moments, all float32; Muon keeps one moment, and needs the room while it moves."""
+_LOGITS_COPIES, _TEACHER_COPIES = 2, 4
+"""Logits of a chunk and their gradient; the target's logits and probabilities, and two tables that compare them."""
 _CHECKPOINT_COPIES = 3
 """Weights and both moments."""
 
@@ -64,12 +66,13 @@ def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, lon
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in DFlashDraftModel(drafter).parameters())
+    tables = _LOGITS_COPIES + (_TEACHER_COPIES if config.loss.teaches_distribution else 0)
     tokens = max(config.train.tokens_per_row, longest) * config.train.rows_per_step
     return RunEstimate(
         parameters=parameters,
         drafter_bytes=parameters * _WEIGHT_BYTES * _STEP_COPIES,
         row_bytes=tokens * len(drafter.target_layer_ids) * drafter.hidden_size * state_bytes,
-        logits_bytes=2 * config.loss.chunk_size * drafter.head_rows * _WEIGHT_BYTES,
+        logits_bytes=tables * config.loss.chunk_size * drafter.head_rows * _WEIGHT_BYTES,
         queue_bytes=config.pipeline.queue_bytes if config.pipeline.mode == "threads" else 0,
         checkpoint_bytes=parameters * _WEIGHT_BYTES * _CHECKPOINT_COPIES,
         checkpoints=config.train.keep_last + 2,

@@ -50,6 +50,7 @@ def metrics_record(metrics: StepMetrics, loss: LossConfig) -> Record:
         "data_accuracy": metrics.data_accuracy,
         "accuracy_by_position": metrics.accuracy_by_position,
         "conditional_accuracy_by_position": metrics.conditional_accuracy_by_position,
+        **({"lost_mass": metrics.lost_mass / max(1, metrics.slots)} if loss.top_k is not None else {}),
     }
 
 

@@ -3,7 +3,7 @@
     labels      the target's own greedy next token, once per row position
     blocks      [embed(token at anchor), embed(mask), ...] for every anchor
     hidden      drafter(captured states, blocks)
-    loss        sum over supervised slots of w_k * cross entropy, through the target's head
+    loss        sum over supervised slots of weight * cross entropy (or another distance), through the target's head
     gradient    summed over the rows of the step, divided once by the global count, clipped
 
 The division comes last, so the update does not depend on how rows are split over micro-batches. No logging, clock, rank
@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from draftline.config import DFlashConfig, LossConfig, RunConfig, decay_gamma
 from draftline.draft.attention import Attention, attention_class
 from draftline.draft.block import Blocks, FrozenTarget, Head, drafted_states, draw_anchors, slot_labels, slot_weights
-from draftline.draft.loss import StepMetrics, cross_entropy_sum
+from draftline.draft.loss import StepMetrics, TaughtSlots, slot_loss_sum
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, PipelineError, UpdateError
 from draftline.records import PackedBatch
@@ -250,14 +251,13 @@ def row_loss(
     data_AP = slot_labels(blocks.predicted_AP, batch.input_ids[0], shift=0)
     label_AP = data_AP if loss.labels == "data" else slot_labels(blocks.predicted_AP, label_rows_S, shift=-1)
     weight_P = slot_weights(config.block_size, decay_gamma(loss, config.block_size), config.sample_from_anchor)
-    weights_n = weight_P.to(hidden_APD.device).expand_as(supervised_AP)[supervised_AP]
-    results = cross_entropy_sum(
-        hidden_APD[supervised_AP],
-        label_AP[supervised_AP],
-        weights_n,
-        head.logits,
-        loss.chunk_size,
+    slots = TaughtSlots(
+        labels_n=label_AP[supervised_AP],
+        block_n=supervised_AP.nonzero()[:, 0],
+        weights_n=weight_P.to(hidden_APD.device).expand_as(supervised_AP)[supervised_AP],
+        teacher=partial(_teacher_logits, batch, head, blocks.predicted_AP[supervised_AP] - 1),
     )
+    results = slot_loss_sum(hidden_APD[supervised_AP], slots, head.logits, loss)
     predicted_AP = torch.full_like(target_AP, -1)
     predicted_AP[supervised_AP] = head.to_target_ids(results.predicted_n)
     metrics = StepMetrics.of_blocks(
@@ -265,10 +265,10 @@ def row_loss(
         correct_data_AP=predicted_AP == data_AP,
         supervised_AP=supervised_AP,
         loss_sum=results.loss_sum.item(),
-        weight_sum=weights_n.sum().item(),
+        weight_sum=results.weight_sum.item(),
         tokens=tokens,
     )
-    return results.loss_sum, metrics
+    return results.loss_sum, replace(metrics, lost_mass=results.lost_mass.item())
 
 
 def _what_the_target_says(batch: PackedBatch, head: Head, blocks: Blocks, loss: LossConfig) -> tuple[Tensor, Tensor]:
@@ -289,6 +289,15 @@ def _what_the_target_says(batch: PackedBatch, head: Head, blocks: Blocks, loss: 
         ids = head.target_ids(states, loss.chunk_size)
         ids_S[asked_S], rows_S[asked_S] = ids, head.label_rows(ids, states, loss.chunk_size)
     return ids_S, rows_S
+
+
+def _teacher_logits(batch: PackedBatch, head: Head, positions_n: Tensor, chunk: slice) -> Tensor:
+    """The target's logits at some of the row positions, [m, rows]; where slots share a position they are made once."""
+    last = batch.verifier_last_hidden_packed
+    assert last is not None, "a distribution is taught with send = last_hidden"
+    some, place_m = positions_n[chunk].unique(return_inverse=True)
+    with _as_the_target_says(batch):
+        return head(last[0, some])[place_m]
 
 
 @contextmanager

@@ -29,7 +29,7 @@ pytest.importorskip("speculators", reason="the independent trainer is not instal
 core = pytest.importorskip("speculators.models.dflash.core")
 
 from speculators.config import SpeculatorsConfig, VerifierConfig  # noqa: E402
-from speculators.losses.eager import ce_loss  # noqa: E402
+from speculators.losses.eager import ce_loss, kl_div_loss, tv_loss  # noqa: E402
 from speculators.models.dflash import DFlashSpeculatorConfig  # noqa: E402
 from speculators.models.dflash.attention import create_anchor_block_mask_mod  # noqa: E402
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
@@ -86,7 +86,7 @@ def their_model(ours: DFlashDraftModel, target: TinyTarget) -> Any:
 
 
 def their_logits_and_loss(
-    theirs: Any, batch: PackedBatch, anchors: Tensor, monkeypatch: pytest.MonkeyPatch
+    theirs: Any, batch: PackedBatch, anchors: Tensor, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[str, Any]:
     """Logits, target ids, loss mask and loss of their forward, all for the given anchors."""
     monkeypatch.setattr(core, "select_anchors", lambda *_: (anchors, torch.ones_like(anchors, dtype=torch.bool)))
@@ -106,7 +106,7 @@ def their_logits_and_loss(
         verifier_last_hidden_states=batch.verifier_last_hidden_packed,
         document_ids=batch.document_ids,
         position_ids=batch.position_ids,
-        loss_config={"ce": (ce_loss, 1.0)},
+        **{"loss_config": {"ce": (ce_loss, 1.0)}, **options},
         gamma=decay_gamma(LOSS, theirs.block_size),
         max_anchors=len(anchors),
     )
@@ -162,13 +162,13 @@ def random_case(seed: int, reduced: bool = False) -> tuple[DFlashConfig, PackedB
 def labels_of_step(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The labels that the training step hands to the loss, one entry per row."""
     labels: list[Tensor] = []
-    cross_entropy_sum = step.cross_entropy_sum
+    slot_loss_sum = step.slot_loss_sum
 
     def recorded(*args: Any) -> Any:
-        labels.append(args[1])
-        return cross_entropy_sum(*args)
+        labels.append(args[1].labels_n)
+        return slot_loss_sum(*args)
 
-    monkeypatch.setattr(step, "cross_entropy_sum", recorded)
+    monkeypatch.setattr(step, "slot_loss_sum", recorded)
     return labels
 
 
@@ -204,6 +204,34 @@ def test_logits_targets_loss_and_gradients_agree(seed: int, reduced: bool, monke
         right_Q &= their_labels_are_the_targets_own(theirs, target, batch, anchors, seen["target_ids"])
     correct_AP = right_Q.view_as(supervised_AP) & supervised_AP
     assert metrics.correct_target_P.tolist() == correct_AP.sum(dim=0).tolist()
+    theirs_by_name = dict(theirs.named_parameters())
+    for name, parameter in ours.named_parameters():
+        assert parameter.grad is not None
+        assert_close(parameter.grad, theirs_by_name[name].grad, name)
+
+
+KINDS = {
+    "dpace": (LossConfig(weights="dpace"), {"per_position_loss_weight": "dpace", "dpace_alpha": 0.5}),
+    "kl": (LossConfig(ce=0.0, kl=1.0), {"loss_config": {"kl_div": (kl_div_loss, 1.0)}}),
+    "dspark": (LossConfig(ce=0.1, tv=0.9), {"loss_config": {"ce": (ce_loss, 0.1), "tv": (tv_loss, 0.9)}}),
+}
+"""What else may be taught, and the same in their words."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("seed", "reduced"), [*((s, False) for s in range(6)), *((s, True) for s in range(4))])
+def test_other_weights_and_distances_agree(
+    seed: int, reduced: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, batch, anchors = random_case(seed, reduced)
+    ours, target, (settings, options) = drafter(config, seed), TinyTarget(seed), KINDS[kind]
+    theirs = their_model(ours, target)
+    seen = their_logits_and_loss(theirs, batch, anchors, monkeypatch, **options)
+    seen["loss"].backward()
+    loss_sum, metrics = row_loss(ours, batch, anchors, target.frozen(ours.kept_ids), settings, GroupedAttention)
+    loss = loss_sum / metrics.slots
+    loss.backward()
+    assert_close(loss, seen["loss"], "loss")
     theirs_by_name = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
         assert parameter.grad is not None

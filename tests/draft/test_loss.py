@@ -1,4 +1,4 @@
-"""The chunked loss against a plain sum in Python, in value and gradient."""
+"""Chunked cross entropy against a plain sum in Python, in value and gradient."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftline.draft.loss import cross_entropy_sum
+from draftline.config import LossConfig
+from draftline.draft.loss import SlotResults, TaughtSlots, slot_loss_sum
 
 SLOTS, WIDTH, VOCABULARY = 11, 6, 19
 
@@ -32,6 +33,14 @@ def slots(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
     hidden = torch.randn(SLOTS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (SLOTS,), generator=generator)
     return hidden, labels, torch.rand(SLOTS, generator=generator, dtype=torch.float64)
+
+
+def cross_entropy_sum(
+    hidden: Tensor, labels: Tensor, weights: Tensor, logits_of: Callable[[Tensor], Tensor], chunk_size: int
+) -> SlotResults:
+    """Labels alone, every slot a block of its own."""
+    taught = TaughtSlots(labels, torch.arange(len(labels)), weights, teacher=lambda _: torch.empty(0))
+    return slot_loss_sum(hidden, taught, logits_of, LossConfig(chunk_size=chunk_size))
 
 
 def python_sum(logits: list[list[float]], labels: list[int], weights: list[float]) -> float:
@@ -57,6 +66,7 @@ def test_value_and_gradient_equal_the_plain_sum(name: str, chunk_size: int) -> N
     )
     assert torch.allclose(gradient, wanted, rtol=1e-10, atol=1e-12)
     assert torch.equal(found.predicted_n, logits.argmax(dim=1))
+    assert found.weight_sum.item() == pytest.approx(weights.sum().item())
 
 
 def test_single_precision_is_close_and_large_logits_do_not_overflow() -> None:

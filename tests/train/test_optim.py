@@ -23,7 +23,6 @@ from draftline.train.optim import (
 )
 from tests.train.tiny_drafter import tiny_drafter, update
 
-
 MUON = OptimConfig(name="muon", learning_rate=1e-3, muon_learning_rate=4e-3, weight_decay=0.02)
 BOTH = pytest.mark.parametrize("config", [OptimConfig(), MUON], ids=["adamw", "muon"])
 

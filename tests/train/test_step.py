@@ -234,8 +234,8 @@ def test_head_sees_supervised_slots_alone_and_each_position_once() -> None:
     head = CountingHead()
     batch = row_of([12, 9], unsupervised=(5, 6))
     model = drafter(drafter_config(), dtype=DOUBLE)
-    result = step(model, [batch], LossConfig(chunk_size=4), frozen=FrozenTarget(TARGET.embedding, head))
-    assert max(head.logit_rows) == 4
+    result = step(model, [batch], LossConfig(chunk_size=7), frozen=FrozenTarget(TARGET.embedding, head))
+    assert max(head.logit_rows) == 6  # two blocks of three
     assert sum(head.logit_rows) == result.metrics.slots
     anchors, block = draw_anchors(batch, 5, seed=0).tolist(), model.config.block_size
     ends = [

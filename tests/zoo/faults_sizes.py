@@ -256,14 +256,14 @@ def _(world: World) -> None:
 
 @fault("cross entropy in bfloat16", "B58", "LOS010")
 def _(world: World) -> None:
-    clean = step_module.cross_entropy_sum
+    clean = step_module.slot_loss_sum
 
-    def narrow(hidden: Tensor, labels: Tensor, weights: Tensor, logits_of: Any, chunk: int) -> Any:
-        found = clean(hidden, labels, weights, logits_of, chunk)
+    def narrow(*given: Any) -> Any:
+        found = clean(*given)
         rounded = found.loss_sum + (found.loss_sum.bfloat16().float() - found.loss_sum).detach()
         return replace(found, loss_sum=rounded)
 
-    world.patch.setattr(step_module, "cross_entropy_sum", narrow)
+    world.patch.setattr(step_module, "slot_loss_sum", narrow)
 
 
 @fault("gradients rounded to bfloat16 before they are clipped", "B58", "RUN005")

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from draftline.config import LossConfig
 from draftline.draft import block as block_module
 from draftline.draft import loss as loss_module
-from draftline.draft.loss import StepMetrics
+from draftline.draft.loss import StepMetrics, TaughtSlots
 from draftline.draft.model import DFlashDraftModel
 from draftline.train import checkpoint as checkpoint_module
 from draftline.train import step as step_module
@@ -29,12 +30,12 @@ def _blocks_of(size: int) -> Recipe:
 def _cross_entropy(world: World, change: Callable[[Tensor, Tensor], Tensor]) -> None:
     """Another loss per slot: logits [m, V] and labels [m] -> [m]."""
 
-    def results(hidden: Tensor, labels: Tensor, weights: Tensor, logits_of: Any, chunk_size: int) -> Any:
+    def results(hidden: Tensor, slots: TaughtSlots, logits_of: Any, _loss: LossConfig) -> Any:
         logits = logits_of(hidden).float()
-        value = (change(logits, labels) * weights).sum()
-        return loss_module.SlotResults(value, logits.argmax(-1).detach())
+        value = (change(logits, slots.labels_n) * slots.weights_n).sum()
+        return loss_module.SlotResults(value, slots.weights_n.sum(), logits.argmax(-1).detach(), torch.zeros(()))
 
-    world.patch.setattr(step_module, "cross_entropy_sum", results)
+    world.patch.setattr(step_module, "slot_loss_sum", results)
 
 
 @fault("the target's whole distribution instead of its argmax", "F05", "LOS001", Recipe(settings={}))
@@ -66,13 +67,13 @@ def _(world: World) -> None:
 
 @fault("the value of the loss is not what its gradient says", "F05", "LOS001")
 def _(world: World) -> None:
-    clean = step_module.cross_entropy_sum
+    clean = step_module.slot_loss_sum
 
     def results(*given: Any) -> loss_module.SlotResults:
         right = clean(*given)
         return replace(right, loss_sum=right.loss_sum + 0.5 * right.loss_sum.detach())
 
-    world.patch.setattr(step_module, "cross_entropy_sum", results)
+    world.patch.setattr(step_module, "slot_loss_sum", results)
 
 
 def _label_shift(world: World, by: int) -> None:
@@ -236,25 +237,27 @@ def _(world: World) -> None:
 
 @fault("the rest after the last full chunk is lost", "B86", "LOS008")
 def _(world: World) -> None:
-    clean = step_module.cross_entropy_sum
+    clean = step_module.slot_loss_sum
 
-    def results(hidden: Tensor, labels: Tensor, weights: Tensor, logits_of: Any, chunk: int) -> Any:
+    def results(hidden: Tensor, slots: TaughtSlots, logits_of: Any, loss: LossConfig) -> Any:
+        chunk = loss.chunk_size
         count = len(hidden) // chunk * chunk if len(hidden) > chunk else len(hidden)
-        weights = weights * (torch.arange(len(weights)) < count)
-        return clean(hidden, labels, weights, logits_of, chunk)
+        weights = slots.weights_n * (torch.arange(len(hidden)) < count)
+        return clean(hidden, replace(slots, weights_n=weights), logits_of, loss)
 
-    world.patch.setattr(step_module, "cross_entropy_sum", results)
+    world.patch.setattr(step_module, "slot_loss_sum", results)
 
 
 @fault("chunks take the labels of the first chunk", "B86", "LOS008")
 def _(world: World) -> None:
-    clean = step_module.cross_entropy_sum
+    clean = step_module.slot_loss_sum
 
-    def results(hidden: Tensor, labels: Tensor, weights: Tensor, logits_of: Any, chunk: int) -> Any:
-        first = labels[:chunk].repeat(-(-len(labels) // chunk))[: len(labels)]
-        return clean(hidden, first, weights, logits_of, chunk)
+    def results(hidden: Tensor, slots: TaughtSlots, logits_of: Any, loss: LossConfig) -> Any:
+        labels = slots.labels_n
+        first = labels[: loss.chunk_size].repeat(-(-len(labels) // loss.chunk_size))[: len(labels)]
+        return clean(hidden, replace(slots, labels_n=first), logits_of, loss)
 
-    world.patch.setattr(step_module, "cross_entropy_sum", results)
+    world.patch.setattr(step_module, "slot_loss_sum", results)
 
 
 def _metrics(world: World, change: Callable[[StepMetrics], StepMetrics]) -> None:
