@@ -220,6 +220,8 @@ class AnswerSettings(Settings):
 
     max_new_tokens: int = Field(256, ge=1)
     """Longest answer, tokens."""
+    num_speculative_tokens: int | None = Field(None, ge=1)
+    """Drafted tokens that the target checks per forward; none: all of a block."""
     sampling: Sampling = Sampling()
     seed: int = 0
     """Of sampling."""

@@ -182,7 +182,6 @@ def ratio_interval(
     return max(low, ratio - float(right) * error), min(high, ratio - float(left) * error)
 
 
-@torch.no_grad()
 def teacher_forced_walk(
     target: Target,
     draft_model: DFlashDraftModel,
@@ -198,15 +197,26 @@ def teacher_forced_walk(
     Returns:
         Tokens covered and jumps taken, per answer; the last jump counts only tokens that exist.
     """
+    return [walk(streaks) for streaks in teacher_forced_streaks(target, draft_model, answers, batch_tokens)]
+
+
+@torch.no_grad()
+def teacher_forced_streaks(
+    target: Target,
+    draft_model: DFlashDraftModel,
+    answers: Sequence[tuple[Sequence[int], Sequence[int]]],
+    batch_tokens: int = BATCH_TOKENS,
+) -> list[list[int]]:
+    """How many drafted tokens in a row are right, from each token of each answer but its last; arguments as above."""
     samples = [_as_sample(i, prompt, output) for i, (prompt, output) in enumerate(answers)]
     loop = TargetForwardLoop(target, draft_model.config.target_layer_ids, "target_ids", batch_tokens)
-    walks = []
+    streaks = []
     for first in range(0, len(samples), _ANSWERS_AT_ONCE):
         for captured in loop.capture(samples[first : first + _ANSWERS_AT_ONCE]):
             start, end = (len(ids) for ids in (answers[captured.sample.sample_id][0], captured.sample.input_ids))
             anchors = torch.arange(start, end - 1, device=target.device)
-            walks.append(walk(_streaks_of_answer(target, draft_model, captured, anchors).tolist()))
-    return walks
+            streaks.append(_streaks_of_answer(target, draft_model, captured, anchors).tolist())
+    return streaks
 
 
 def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
@@ -220,11 +230,14 @@ def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
     return ids[:start], ids[start:end]
 
 
-def walk(streaks: Sequence[int]) -> Acceptance:
-    """Jump from anchor to anchor, streak + 1 at a time; one streak per answer token but the last."""
+def walk(streaks: Sequence[int], num_speculative_tokens: int | None = None) -> Acceptance:
+    """Jump from anchor to anchor, streak + 1 at a time; one streak per answer token but the last.
+
+    Of a streak only as many tokens count as the target checks per forward; none: all.
+    """
     place = jumps = 0
     while place < len(streaks):
-        place += streaks[place] + 1
+        place += min(streaks[place], num_speculative_tokens or streaks[place]) + 1
         jumps += 1
     return Acceptance(len(streaks), jumps)
 

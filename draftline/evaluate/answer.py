@@ -72,6 +72,7 @@ def answer_prompt(
         stop_token_ids=stop_token_ids(target.model, tokenizer),
         sampling=settings.sampling,
         generator=torch.Generator(target.device).manual_seed(settings.seed),
+        num_speculative_tokens=settings.num_speculative_tokens,
     )
     return PromptAnswer(
         text=str(tokenizer.decode(generation.output_ids, skip_special_tokens=True)),
@@ -131,6 +132,7 @@ def answer_dialogue(
             stop_token_ids=stop_ids,
             sampling=settings.sampling,
             generator=_generator(target, settings, (index, turn)),
+            num_speculative_tokens=settings.num_speculative_tokens,
         )
         between = time.perf_counter()
         plain = generate_plain(

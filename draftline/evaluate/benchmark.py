@@ -28,11 +28,19 @@ from draftline.evaluate.acceptance import (
     macro_acceptance_interval,
     macro_acceptance_length,
     ratio_interval,
-    teacher_forced_walk,
+    teacher_forced_streaks,
+    walk,
 )
 from draftline.evaluate.answer import DecodedTurn, answer_dialogue
 from draftline.evaluate.doubts import disagreement, mode_of, mode_warnings, repeated, same_rendering, unasked
-from draftline.evaluate.generate import Generation, check_prompt, fits, generate, tie_gap
+from draftline.evaluate.draft_length import (
+    DraftLength,
+    draft_lengths,
+    lengths_from_rates,
+    round_costs,
+    walked_lengths,
+)
+from draftline.evaluate.generate import Generation, check_prompt, drafted_tokens, fits, generate, tie_gap
 from draftline.evaluate.result import (
     CountedAnswer,
     Counts,
@@ -71,6 +79,7 @@ def evaluate_prompts(
         DataError: there is nothing to answer, or a prompt does not fit.
         TemplateError: the target has no chat template, or it refuses a prompt.
     """
+    drafted_tokens(draft_model.config, settings.num_speculative_tokens)  # refused before anything is answered
     prompts = [replace(p, conversation=_with_system_prompt(p.conversation, settings.system_prompt)) for p in prompts]
     asked = [len(answer_slots(prompt.conversation)) for prompt in prompts]
     if not sum(asked):
@@ -97,34 +106,34 @@ def summarise(
     trained_mode: ChatMode | None,
 ) -> EvaluationResult:
     """Count, divide, compare; runs the teacher-forced walk over the plain outputs if they are greedy."""
-    num_drafted = draft_model.config.num_speculative_tokens
+    num_drafted = drafted_tokens(draft_model.config, settings.num_speculative_tokens)
     longest = num_drafted + 1
     answers = _counted(prompts, turns)
     clusters = Acceptance.by_prompt((answer.prompt, answer.acceptance) for answer in answers)
     by_prompt = _accepted_by_prompt(answers)
     accepted = [count for counts in by_prompt for count in counts]
     conditional_intervals = acceptance_rate_intervals(by_prompt, num_drafted, conditional=True)
-    walks = _walks(target, draft_model, turns) if settings.sampling.greedy else []
+    rates = acceptance_rate_by_position(accepted, num_drafted, conditional=False)
+    streaks = _streaks(target, draft_model, turns) if settings.sampling.greedy else []
+    walks = _walks(turns, streaks, num_drafted)
     differences = _differences(target, turns) if settings.sampling.greedy else []
     equal = _equal_prompts(turns, differences) if settings.sampling.greedy else []
     decoded, forced = Acceptance.total(clusters).length, Acceptance.total(walks).length
     mode = mode_of(turns, settings.template_options)
-    warnings = [
-        *disagreement(decoded, forced),
-        *unasked(prompts, turns, target),
-        *repeated(prompts),
-        *([] if trained_mode is None else mode_warnings(trained_mode, mode, same_rendering(target, prompts[0]))),
-    ]
+    warnings = [*disagreement(decoded, forced), *unasked(prompts, turns, target), *repeated(prompts)]
+    if trained_mode is not None:
+        warnings += mode_warnings(trained_mode, mode, same_rendering(target, prompts[0]))
     return EvaluationResult(
         acceptance_length=decoded,
         acceptance_length_interval=acceptance_interval(clusters, longest),
         acceptance_length_macro=macro_acceptance_length(clusters),
         acceptance_length_macro_interval=macro_acceptance_interval(clusters, longest),
-        acceptance_rate_by_position=acceptance_rate_by_position(accepted, num_drafted, conditional=False),
+        acceptance_rate_by_position=rates,
         acceptance_rate_by_position_interval=acceptance_rate_intervals(by_prompt, num_drafted, conditional=False),
         conditional_acceptance_rate_by_position=acceptance_rate_by_position(accepted, num_drafted, conditional=True),
         conditional_acceptance_rate_by_position_interval=conditional_intervals,
         accepted_histogram=accepted_histogram(accepted, num_drafted),
+        by_draft_length=_by_draft_length(target, draft_model, turns, streaks, rates),
         counts=_counts(turns, num_drafted),
         by_file=by_file(answers, longest),
         by_output_length=by_output_length(answers, longest),
@@ -196,10 +205,30 @@ def _excerpt(prompt: Prompt) -> str:
     return repr(text if len(text) <= 40 else text[:40] + "...")
 
 
-def _walks(target: Target, draft_model: DFlashDraftModel, turns: Sequence[DecodedTurn]) -> list[Acceptance]:
+def _streaks(target: Target, draft_model: DFlashDraftModel, turns: Sequence[DecodedTurn]) -> list[list[int]]:
+    """How many drafted tokens in a row are right, from each token of the plain outputs."""
+    return teacher_forced_streaks(target, draft_model, [(turn.input_ids, turn.plain.output_ids) for turn in turns])
+
+
+def _walks(turns: Sequence[DecodedTurn], streaks: Sequence[Sequence[int]], num_drafted: int) -> list[Acceptance]:
     """The teacher-forced walk over the plain outputs, one sum per prompt."""
-    walks = teacher_forced_walk(target, draft_model, [(turn.input_ids, turn.plain.output_ids) for turn in turns])
-    return Acceptance.by_prompt((turn.prompt, walk) for turn, walk in zip(turns, walks, strict=True))
+    pairs = zip(turns, streaks, strict=True) if streaks else ()
+    return Acceptance.by_prompt((turn.prompt, walk(answer, num_drafted)) for turn, answer in pairs)
+
+
+def _by_draft_length(
+    target: Target,
+    draft_model: DFlashDraftModel,
+    turns: Sequence[DecodedTurn],
+    streaks: Sequence[Sequence[int]],
+    rates: Sequence[float],
+) -> list[DraftLength]:
+    """What checking fewer of the drafted tokens would give, at the context of the turn of median length."""
+    most = draft_model.config.num_speculative_tokens
+    lengths = walked_lengths(streaks, most) if streaks else lengths_from_rates(rates)
+    turn = sorted(turns, key=lambda turn: len(turn.input_ids) + len(turn.plain.output_ids))[len(turns) // 2]
+    context = [*turn.input_ids, *turn.plain.output_ids[: len(turn.plain.output_ids) // 2]]
+    return draft_lengths(lengths, round_costs(target, draft_model, context))
 
 
 def _counts(turns: Sequence[DecodedTurn], num_drafted: int) -> Counts:

@@ -33,7 +33,7 @@ from torch import Tensor
 from draftline.config import DFlashConfig
 from draftline.draft.block import FrozenTarget, Head, block_input_ids, greedy_tokens
 from draftline.draft.model import DFlashDraftModel
-from draftline.errors import DataError, TargetError
+from draftline.errors import ConfigError, DataError, TargetError
 from draftline.evaluate.target_state import open_target_state
 from draftline.options import Sampling
 from draftline.targets.model import Target
@@ -109,11 +109,22 @@ class Generation:
 
 
 class BlockDrafter:
-    """The drafter and its cache over one sequence."""
+    """The drafter and its cache over one sequence.
+
+    Args:
+        num_speculative_tokens: how many of a block's tokens are proposed; none: all. The block itself stays whole, so
+            that every slot sees what it saw in training.
+    """
 
     def __init__(
-        self, target: Target, draft_model: DFlashDraftModel, sampling: Sampling, generator: torch.Generator | None
+        self,
+        target: Target,
+        draft_model: DFlashDraftModel,
+        sampling: Sampling,
+        generator: torch.Generator | None,
+        num_speculative_tokens: int | None = None,
     ) -> None:
+        self.num_speculative_tokens = drafted_tokens(draft_model.config, num_speculative_tokens)
         self.target_layer_ids = draft_model.config.target_layer_ids
         self._target = target
         self._draft_model = draft_model
@@ -141,12 +152,13 @@ class BlockDrafter:
         return Proposal(draw(probabilities_KV, self._generator), probabilities_KV)
 
     def block_states(self, anchor_id: int) -> Tensor:
-        """What the drafter computes in the slots that predict, [K, D], ready for `head`."""
+        """What the drafter computes in the slots that are proposed, [K, D], ready for `head`."""
         config = self._draft_model.config
         anchor_1 = torch.tensor([anchor_id], device=self._target.device)
         block_ids = block_input_ids(anchor_1, config.block_size, config.mask_token_id)
         hidden = self._draft_model.draft(self._cache, self._frozen.embed(block_ids)).to(self._target.device)
-        return hidden[0, config.first_predicting_slot :]
+        first = config.first_predicting_slot
+        return hidden[0, first : first + self.num_speculative_tokens]
 
 
 class NothingDrafted:
@@ -178,6 +190,7 @@ def generate(
     stop_token_ids: Collection[int] = (),
     sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
+    num_speculative_tokens: int | None = None,
 ) -> Generation:
     """Decode with the drafter.
 
@@ -185,13 +198,15 @@ def generate(
         input_ids: [1, S] int64 prompt.
         stop_token_ids: the output ends with the first of these.
         generator: of the target's device; makes sampling repeatable.
+        num_speculative_tokens: drafted tokens that the target checks per forward; none: all of a block.
 
     Raises:
+        ConfigError: a block has fewer tokens than are to be checked.
         DataError: the prompt is empty, or does not fit the target's positions with the answer.
         TargetError: the drafter was made for another target, or this target cannot be rolled back.
     """
     check_fits(draft_model.config, target)
-    drafter = BlockDrafter(target, draft_model, sampling, generator)
+    drafter = BlockDrafter(target, draft_model, sampling, generator, num_speculative_tokens)
     return decode(target, drafter, input_ids, max_new_tokens, stop_token_ids, sampling, generator)
 
 
@@ -287,6 +302,20 @@ def check_fits(config: DFlashConfig, target: Target, drafter: str = "the drafter
                 f"{drafter} was trained for a target with {what} {wanted}, {target.name} has {found}: "
                 "give the target it was trained for"
             )
+
+
+def drafted_tokens(config: DFlashConfig, wanted: int | None) -> int:
+    """How many tokens of a block are proposed: all of them where nothing is asked for.
+
+    Raises:
+        ConfigError: a block has fewer.
+    """
+    if wanted is not None and not 0 < wanted <= config.num_speculative_tokens:
+        raise ConfigError(
+            f"--num-speculative-tokens {wanted}: the drafter drafts {config.num_speculative_tokens} at a time, give 1 "
+            "to that many"
+        )
+    return wanted or config.num_speculative_tokens
 
 
 def draw(probabilities_nV: Tensor, generator: torch.Generator | None) -> Tensor:

@@ -27,6 +27,7 @@ from draftline.evaluate.acceptance import (
     describe_figure,
     describe_interval,
 )
+from draftline.evaluate.draft_length import DraftLength
 from draftline.options import EvaluationSettings
 from draftline.progress import table
 from draftline.storage import without_nan
@@ -133,6 +134,7 @@ class EvaluationResult:
         acceptance_rate_by_position: unconditional, one entry per drafted token.
         conditional_acceptance_rate_by_position: given that all drafted tokens before stood.
         accepted_histogram: forwards in which exactly 0, 1, .. drafted tokens stood.
+        by_draft_length: what checking 1, 2, .. drafted tokens per forward gives and costs on this machine.
         by_output_length, by_output_position: what the two mean is said in `breakdown`.
         greedy_equal: share of prompts whose outputs, in all turns, are identical to plain greedy decoding. NaN with
             sampling, where two right outputs differ.
@@ -159,6 +161,7 @@ class EvaluationResult:
     conditional_acceptance_rate_by_position: list[float]
     conditional_acceptance_rate_by_position_interval: list[Interval]
     accepted_histogram: list[int]
+    by_draft_length: list[DraftLength]
     counts: Counts
     by_file: list[ResultPart]
     by_output_length: list[ResultPart]
@@ -187,10 +190,19 @@ class EvaluationResult:
         """How many times faster the same target decodes with the drafter."""
         return self.tokens_per_second / self.baseline_tokens_per_second
 
+    @property
+    def best_draft_length(self) -> DraftLength:
+        """The number of drafted tokens that is fastest here."""
+        return max(self.by_draft_length, key=lambda found: found.speedup)
+
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values for JSON; what could not be measured is None, never NaN."""
-        settings = self.settings.model_dump()
-        fields: dict[str, Any] = without_nan({**asdict(self), "settings": settings, "speedup": self.speedup})
+        more = {
+            "settings": self.settings.model_dump(),
+            "speedup": self.speedup,
+            "best_num_speculative_tokens": self.best_draft_length.num_speculative_tokens,
+        }
+        fields: dict[str, Any] = without_nan({**asdict(self), **more})
         return fields
 
 
@@ -275,7 +287,7 @@ def result_table(result: EvaluationResult, draft_name: str) -> Group:
         ("by length of the output, tokens", result.by_output_length),
         ("by place in the output, tokens", result.by_output_position),
     ]
-    tables = [_measured(result, draft_name), _by_position(result)]
+    tables = [_measured(result, draft_name), _by_position(result), _by_draft_length(result)]
     tables += [_parts_table(title, found) for title, found in parts if len(found) > 1]
     return Group(*tables, *(Text(f"warning: {warning}") for warning in result.warnings))
 
@@ -332,6 +344,25 @@ def _by_position(result: EvaluationResult) -> Table:
     head = ("drafted\ntoken", "accepted", "95 %", "if all\nbefore", "95 %", "forwards")
     title = f"by position in the block (intervals: {_INTERVAL})"
     return table(title, head, [("none", "", "", "", "", none), *rows])
+
+
+def _by_draft_length(result: EvaluationResult) -> Table:
+    """A row per number of drafted tokens that the target could check."""
+    best = result.best_draft_length
+    rows = [
+        (
+            str(found.num_speculative_tokens),
+            describe_figure(found.acceptance_length),
+            f"{1000 * found.seconds_per_round:.1f}",
+            describe_figure(found.speedup),
+            "fastest" if found is best else "",
+        )
+        for found in result.by_draft_length
+    ]
+    title = f"fastest on this machine: --num-speculative-tokens {best.num_speculative_tokens}"
+    if best.speedup <= 1:
+        title = "plain decoding is faster on this machine, however many tokens are checked"
+    return table(title, ("checked\ntokens", "acceptance\nlength", "ms a\nround", "expected\nspeed-up", ""), rows)
 
 
 def _parts_table(title: str, parts: Sequence[ResultPart]) -> Table:

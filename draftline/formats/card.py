@@ -234,6 +234,10 @@ def _acceptance(evaluation: Mapping[str, Any] | None) -> str:
         ("teacher_forced_acceptance_length", "teacher-forced acceptance length"),
         ("greedy_equal", "outputs equal to plain greedy decoding"),
         ("speedup", "speed against plain decoding"),
+        (
+            "best_num_speculative_tokens",
+            "drafted tokens to check per forward, fastest on the machine of the evaluation",
+        ),
     ):
         if evaluation.get(name) is not None:
             rows.append((words, _number(evaluation[name])))

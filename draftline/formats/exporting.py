@@ -124,6 +124,7 @@ def export_drafter(
     form = format_for(reader, loaded.config)
     serving = Serving(str(out), settings.target_path or _served_name(target), dtype, loaded.config)
     others = tuple(other for other in readers_of(form, loaded.config) if other != reader)
+    evaluation = _read_json(results.evaluation, "acceptance_length")
     card = model_card(
         CardFacts(
             serving=serving,
@@ -132,7 +133,7 @@ def export_drafter(
             largest_activation=largest,
             training=_training(source, run),
             trained_mode=trained_mode(source),
-            evaluation=_read_json(results.evaluation, "acceptance_length"),
+            evaluation=evaluation,
             audit=_read_json(results.audit, "findings"),
             audit_of_run=None if run is None else run.audit,
         )
@@ -143,6 +144,12 @@ def export_drafter(
         notes.append("smollm2 is a name that servers do not know: save the target as a folder and name that instead.")
     if largest > FLOAT16_MAX:
         notes.append(f"Not float16-safe: activations reach {largest:.0f}, float16 ends at {FLOAT16_MAX:.0f}.")
+    if evaluation is not None and (best := evaluation.get("best_num_speculative_tokens")) is not None:
+        notes.append(
+            f"On the machine of the evaluation {best} checked tokens per forward are fastest, with blocks drafted "
+            f"whole: draftline generate --num-speculative-tokens {best}. A server told so drafts shorter blocks, "
+            "which the drafter was not trained on: measure that with draftline evaluate --base-url before choosing."
+        )
     return ExportReport(out, form, dtype, EXPORT_CHECKS, serving_command(reader, serving), tuple(notes))
 
 

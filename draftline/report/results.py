@@ -103,12 +103,16 @@ def read_evaluation(path: Path, run: RunFolder) -> Evaluation:
             f"{str(known)[:12]}: another target, or the same in another number format"
         )
     if (shape := run.drafter) is not None:
-        _check_drafter(path, run.path, shape, evaluation.slots, ids)
+        checked = content.get("settings", {}).get("num_speculative_tokens")
+        _check_drafter(path, run.path, shape, evaluation.slots, checked, ids)
     return evaluation
 
 
-def _check_drafter(path: Path, folder: Path, shape: DFlashConfig, slots: int, highest_id: int) -> None:
-    if slots != shape.num_speculative_tokens:
+def _check_drafter(
+    path: Path, folder: Path, shape: DFlashConfig, slots: int, checked: int | None, highest_id: int
+) -> None:
+    """`checked` is the number of drafted tokens that was asked for, if any."""
+    if slots != (checked or shape.num_speculative_tokens):
         raise DataError(
             f"{path} is of a drafter with {slots} drafted tokens, that of {folder} has {shape.num_speculative_tokens}: "
             "evaluate the drafter of this run"

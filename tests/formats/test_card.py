@@ -25,10 +25,11 @@ from tests.formats.drafters import (
 def test_the_card_says_what_the_drafter_is_and_how_it_was_made(tmp_path: Path) -> None:
     evaluation, audit = tmp_path / "evaluation.json", tmp_path / "audit.json"
     rates = {"acceptance_rate_by_position": [0.8, 0.5], "conditional_acceptance_rate_by_position": [0.8, 0.625]}
-    evaluation.write_text(json.dumps({"acceptance_length": 2.3, "greedy_equal": 1.0, "speedup": None, **rates}))
+    best = {"best_num_speculative_tokens": 3}
+    evaluation.write_text(json.dumps({"acceptance_length": 2.3, "greedy_equal": 1.0, "speedup": None, **rates, **best}))
     finding = {"code": "LOS030", "severity": "warning", "title": "gamma | block", "evidence": "x", "fix": "y"}
     audit.write_text(json.dumps({"findings": [finding], "checks": [{"code": "LOS030"}, {"code": "DRF010"}]}))
-    export_drafter(
+    report = export_drafter(
         source=make_run(tmp_path / "run", **ALL_SLIDING),
         out=tmp_path / "out",
         target=make_target(),
@@ -36,6 +37,7 @@ def test_the_card_says_what_the_drafter_is_and_how_it_was_made(tmp_path: Path) -
             reader="vllm", target_path="a/target", results=Results(evaluation=evaluation, audit=audit)
         ),
     )
+    assert sum("--num-speculative-tokens 3" in note for note in report.notes) == 1
     _, front, card = (tmp_path / "out" / "README.md").read_text().split("---\n", 2)
     fields = yaml.safe_load(front)
     assert fields["base_model"] == "a/target"
@@ -49,6 +51,7 @@ def test_the_card_says_what_the_drafter_is_and_how_it_was_made(tmp_path: Path) -
         "with a window of 6 tokens, causal inside a block",
         "| acceptance length (with bonus) | 2.300 |",
         "| 2 | 0.500 | 0.625 |",
+        "fastest on the machine of the evaluation | 3",
         "ran 2 checks and reported 1 findings",
         "| LOS030 | warning | gamma \\| block | allowed |",
         "Trained although the audit had found LOS030",
