@@ -35,6 +35,7 @@ from draftline.engine.threads import ThreadsEngine, loop_targets
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
+from draftline.formats.write import refuse_unwritable
 from draftline.progress import counting, say
 from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
@@ -190,6 +191,7 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
     continued = start or drafter_to_continue(config.drafter, target)
     if continued is None:
         shape = resolve_drafter_config(target, config.drafter, data.training.used_token_ids())
+        refuse_unwritable(shape)
     else:
         shape = continued.config
     vocabulary = _choose_vocabulary(config, shape, data, target, continued)

@@ -24,9 +24,10 @@ from torch import Tensor
 from draftline.config import DFlashConfig, ExportDtype
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import membership_of
-from draftline.errors import ExportError
+from draftline.errors import ConfigError, ExportError
 from draftline.formats.check import refuse_short_window, verify_folder
 from draftline.formats.files import DTYPES, canonical, write_folder
+from draftline.formats.programs import formats_for
 from draftline.targets.head import TargetHead
 from draftline.targets.layers import to_aux_hidden_state_layer_ids
 
@@ -267,6 +268,25 @@ def _layers(config: DFlashConfig) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "max_window_layers": config.num_hidden_layers,
     }
+
+
+def refuse_unwritable(config: DFlashConfig) -> None:
+    """Refuse a drafter that could be trained and never exported.
+
+    Raises:
+        ConfigError: no format has words for it.
+    """
+    reasons = []
+    for form in formats_for(config):
+        try:
+            _refuse_what_zlab_lacks(config) if form == "zlab" else _refuse_unspeakable(config)
+        except ExportError as error:
+            reasons.append(str(error).partition(": ")[0])
+        else:
+            return
+    special = [name for name in ("sample_from_anchor", "draft_vocab_size") if getattr(config, name)]
+    without = f"without drafter.{' and drafter.'.join(special)}" if special else "with a longer drafter.sliding_window"
+    raise ConfigError(f"no export could hold this drafter ({'; '.join(dict.fromkeys(reasons))}): train it {without}")
 
 
 def _refuse_unspeakable(config: DFlashConfig) -> None:

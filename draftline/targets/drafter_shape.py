@@ -105,6 +105,11 @@ def _layer_types(drafter: DrafterConfig) -> tuple[LayerType, ...]:
         raise ConfigError(
             f"drafter.sliding_window {drafter.sliding_window} is used by no layer: set drafter.num_sliding_layers"
         )
+    if drafter.sliding_window == 2 and drafter.num_layers == 1 and not drafter.sample_from_anchor:
+        raise ConfigError(
+            "drafter.sliding_window 2 in the only layer shows no captured state to the slots that predict: "
+            "give a longer window, or another layer"
+        )
     kinds: tuple[LayerType, LayerType] = ("sliding_attention", "full_attention")
     return tuple(kinds[layer >= sliding] for layer in range(drafter.num_layers))
 
