@@ -10,18 +10,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import PreTrainedTokenizerBase
 
 from draftline import run as run_module
 from draftline.audit.drafter_reference import DrafterView, reference_block
 from draftline.audit.exported import exported, view_of
 from draftline.audit.oracle_decoding import last_answer
-from draftline.audit.probe import Probe, once_per_audit, relative_difference
+from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
@@ -29,13 +29,13 @@ from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
 from draftline.draft.attention import BlockLayout
 from draftline.errors import TargetError
-from draftline.evaluate import acceptance, generate
+from draftline.evaluate import acceptance
 from draftline.evaluate.acceptance import Acceptance
 from draftline.evaluate.benchmark import evaluate_prompts
 from draftline.evaluate.generate import Generation
 from draftline.evaluate.result import CountedAnswer
 from draftline.formats.proof_prompts import before_answer, choose_prompts
-from draftline.options import EvaluationSettings, Sampling
+from draftline.options import EvaluationSettings
 from draftline.records import Sample
 from draftline.targets import model as model_module
 
@@ -47,9 +47,6 @@ _PROMPTS = 4
 
 _MANY = 40
 """Short answers that are walked over at once."""
-
-_DRAWS = 4000
-"""Drafted tokens that are verified by sampling."""
 
 _NEVER = 1 << 30
 """Modulus of a drafter that never errs: every block is accepted whole."""
@@ -257,7 +254,7 @@ def teacher_forced(probe: Probe) -> Problem | None:
                 f"a drafter of known errors is estimated at {estimate:.2f} and decodes at {decoded:.2f} (with bonus)",
                 "walk over the target's own answer: streak from the first token on, jump streak + 1, repeat",
             )
-    return _walks_elsewhere(probe) or _walks_lost(probe, answer)
+    return _walks_elsewhere(probe) or _walks_lost(probe, answer) or _walk_cut(probe)
 
 
 def _walks_elsewhere(probe: Probe) -> Problem | None:
@@ -285,6 +282,47 @@ def _walks_lost(probe: Probe, answer: Answer) -> Problem | None:
         f"of {len(many)} short answers with {wanted} tokens after the first, {len(walks)} with {found} are walked over",
         "walk over every answer from its first token to its last",
     )
+
+
+def _walk_cut(probe: Probe) -> Problem | None:
+    """A text with more anchors than are asked at once, and a drafter of known errors: each anchor is walked over."""
+    target = probe.subject.target
+    length = _PROMPT + acceptance.CHUNK_SIZE // probe.block_size + 2 * probe.block_size
+    length = min(length, target.config.max_position_embeddings)
+    ids = probe.random_ids(length, probe.generator(12))
+    answer = Answer(ids.tolist(), 0, target_forward(target, ids))
+    said = answer.forward.next_ids.tolist()
+    drafter = _Waning(probe, replace(answer, ids=[*ids[:_PROMPT].tolist(), *said[_PROMPT - 1 : -1]]))
+    right = [
+        next((i for i, k in enumerate(_slots(drafter)) if not drafter.is_right(a, k)), len(_slots(drafter)))
+        for a in range(_PROMPT, length - 1)
+    ]
+    room = [min(streak, length - 1 - a) for a, streak in enumerate(right, start=_PROMPT)]
+    place = jumps = 0
+    while place < len(room):
+        place, jumps = place + room[place] + 1, jumps + 1
+    (walk,) = acceptance.teacher_forced_walk(target, drafter, [(ids[:_PROMPT].tolist(), ids[_PROMPT:].tolist())])  # type: ignore[arg-type]
+    near = int(answer.forward.ties[_PROMPT:].sum())
+    if walk.tokens == len(room) and abs(walk.forwards - jumps) <= 2 * near:
+        return None
+    return Problem(
+        f"a text of {len(room) + 1} tokens is walked over in {walk.forwards} jumps over {walk.tokens} tokens, by the "
+        f"rule in {jumps} over {len(room)}",
+        "walk over every answer to its last token, however many anchors are asked at once",
+    )
+
+
+class _Waning(OracleDrafter):
+    """Right in nothing from the middle of a chunk of anchors on."""
+
+    def is_right(self, anchor: int, slot: int) -> bool:
+        """As the other, before that."""
+        return anchor < acceptance.CHUNK_SIZE // self.config.block_size // 2 and super().is_right(anchor, slot)
+
+
+def _slots(drafter: OracleDrafter) -> range:
+    """Those that predict."""
+    return range(drafter.first, drafter.config.block_size)
 
 
 @check(
@@ -318,49 +356,6 @@ def evaluated(probe: Probe) -> Problem | None:
         f"{ended.target_forwards} forwards, the decoder {len(wanted.output_ids)} in {wanted.target_forwards}",
         "give the decoder the tokens that end an answer, and count what it gives back",
     )
-
-
-@check("EVL009", "sampled answers are not distributed as the target's own", needs=("EVL001",))
-def sampled_as_target(probe: Probe) -> Problem | None:
-    """One drafted token of four, many times; expected counts within five standard deviations."""
-    generator = probe.generator(41)
-    logits = torch.randn(6, 96, generator=generator)
-    for sampling in (Sampling(temperature=0.7, top_p=0.9, top_k=60), Sampling(temperature=1.3, top_p=0.2)):
-        if relative_difference(generate.probabilities(sampling, logits), _filtered(sampling, logits)) > 1e-5:
-            return Problem(
-                f"{sampling.describe()} filters other tokens than transformers does, or weighs them in another way",
-                "temperature, then top-k, then the smallest set whose probability reaches top-p",
-            )
-    draft = torch.tensor([[0.7, 0.2, 0.05, 0.05]], dtype=torch.float64)
-    target = torch.tensor([[0.05, 0.05, 0.2, 0.7], [0.4, 0.3, 0.2, 0.1]], dtype=torch.float64)
-    first, second = torch.zeros(4), torch.zeros(4)
-    for token in torch.multinomial(draft[0], _DRAWS, replacement=True, generator=generator).tolist():
-        accepted, following = generate.verify_sampled(torch.tensor([token]), draft, target, generator)
-        first[token if accepted else following] += 1
-        if accepted:
-            second[following] += 1
-    for place, counts, wanted in (("first", first, target[0]), ("second", second, target[1])):
-        number = counts.sum()
-        off = (counts - number * wanted).abs() - 5 * (number * wanted * (1 - wanted)).sqrt()
-        if bool((off > 0).any()):
-            return Problem(
-                f"shares of {place} tokens are {_shares(counts / number)}, the target's own {_shares(wanted)}",
-                "accept with min(1, p / q); after a rejection draw from what p has more than q (arXiv 2211.17192)",
-            )
-    return None
-
-
-def _filtered(sampling: Sampling, logits: Tensor) -> Tensor:
-    """Distribution by transformers' own filters."""
-    ids = torch.zeros(len(logits), 1, dtype=torch.int64)
-    scores = TemperatureLogitsWarper(sampling.temperature)(ids, logits.clone())
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(ids, scores)
-    return TopPLogitsWarper(sampling.top_p)(ids, scores).double().softmax(-1)
-
-
-def _shares(values: Tensor) -> str:
-    return ", ".join(f"{value:.3f}" for value in values.tolist())
 
 
 def _ends(tokenizer: PreTrainedTokenizerBase) -> list[int]:
