@@ -96,7 +96,7 @@ class Judge:
         differences: the first of each code.
         counts: of each step, as the run counted them, after they were compared.
         evaluated: by steps done, where an evaluation is due.
-        steps: the recorded steps without their rows.
+        steps: the recorded steps without their rows; a_row: the first row of the run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -104,6 +104,7 @@ class Judge:
         self.counts: list[oracle.Counts] = []
         self.evaluated: dict[int, Evaluated] = {}
         self.steps: list[RecordedStep] = []
+        self.a_row: PackedBatch | None = None
         self.model = run.target.model
         self._layers = run.shape.target_layer_ids
         self._reference: ReferenceDrafter | None = None
@@ -121,6 +122,7 @@ class Judge:
         """Compare one step; see the head of this file."""
         if not self._plan:
             self._begin(run, record)
+            self.a_row = record.batches[0]
         self._continuity(record)
         if self._rows(record):
             self._learning(run, record)

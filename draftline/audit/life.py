@@ -291,10 +291,23 @@ def export_earliest(life: Life, dtype: ExportDtype) -> tuple[Path, int]:
     folder, out = RunFolder(life.folder), life.folder.parent / dtype
     step = folder.checkpoint_steps()[0]
     folder.point("best", step)
-    reader: Reader = "zlab" if formats_for(life.run.shape)[0] == "zlab" else "speculators"
-    settings = ExportSettings(reader=reader, dtype=dtype)
+    settings = ExportSettings(reader=_reader(life.run), dtype=dtype)
     export_drafter(source=life.folder, out=out, target=life.run.target, settings=settings, proven=False)
     return out, step
+
+
+def export_step(life: Life, dtype: ExportDtype) -> tuple[Path, int]:
+    """Export a checkpoint that is named, which is neither the best of the run nor the one that `best` points at."""
+    folder, out = RunFolder(life.folder), life.folder.parent / f"{dtype} of a step"
+    step = folder.checkpoint_steps()[-1]
+    settings = ExportSettings(reader=_reader(life.run), dtype=dtype)
+    place = folder.step_folder(step)
+    export_drafter(source=place, out=out, target=life.run.target, settings=settings, proven=False)
+    return out, step
+
+
+def _reader(run: Run) -> Reader:
+    return "zlab" if formats_for(run.shape)[0] == "zlab" else "speculators"
 
 
 def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
@@ -322,9 +335,13 @@ def _session(run: Run, folder: Path, observe: Observer, *, resume: bool, steps: 
         done += 1
         observe(run, step)
 
-    watcher = Watcher(say=lambda _text: None, display=lambda _step, _steps: _NoDisplay(), stopping=stopping)
     with _recorded(run.drafter, seen, resume):
-        train(run, folder, resume=resume, watcher=watcher)
+        train(run, folder, resume=resume, watcher=replace(quiet_watcher(), stopping=stopping))
+
+
+def quiet_watcher() -> Watcher:
+    """Says and shows nothing, and is stopped by signals only."""
+    return Watcher(say=lambda _text: None, display=lambda _step, _steps: _NoDisplay())
 
 
 class _NoDisplay:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftline.audit import oracle
+from draftline.audit import formats, oracle
 from draftline.audit.comparison import text_of
 from draftline.audit.life import MemoryConversations
 from draftline.audit.probe import Probe
@@ -60,7 +60,13 @@ def whole_plan(probe: Probe) -> Problem | None:
 @check("RUN015", "the drafter does not begin as its settings say", needs=("DRF001", "DRF012", "DRF013", "TGT011"))
 def beginning(probe: Probe) -> Problem | None:
     run = _to_come(probe)
-    return _wrong_precision(run) or _wrong_shape(run) or _wrong_tokens(run) or _wrong_weights(run)
+    return (
+        _wrong_precision(run)
+        or formats.wrong_products(run, probe.row)
+        or _wrong_shape(run)
+        or _wrong_tokens(run)
+        or _wrong_weights(run)
+    )
 
 
 @check("RUN016", "rows change on their way to the drafter", needs=("TGT007", "DAT001"))
@@ -255,9 +261,17 @@ def _wrong_tokens(run: Run) -> Problem | None:
         return None
     stops = role_ids(run.target, "eos") if run.target.tokenizer is not None else set()
     texts = (text_of(run.data.training, int(i)) for i in run.data.training_ids)
-    pairs = ((text.input_ids, text.loss_mask) for text in texts)
+    pairs = [(text.input_ids, text.loss_mask) for text in texts]
     wanted = oracle.kept_tokens(pairs, len(kept), run.target.vocab_size, stops)
     if kept.tolist() == wanted:
+        said = torch.cat([ids[mask] for ids, mask in pairs])
+        covered = float(torch.isin(said, kept.cpu()).double().mean())
+        told = None if run.vocabulary is None else run.vocabulary.coverage
+        if told is None or not math.isclose(told, covered, rel_tol=1e-9):
+            return Problem(
+                f"{told} of the answers' tokens are said to be among those it can say, counted again {covered:.6f}",
+                "supervised tokens of all that is trained on, over all of them",
+            )
         return None
     other = sorted(set(kept.tolist()) ^ set(wanted))
     return Problem(

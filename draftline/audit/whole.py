@@ -8,10 +8,12 @@ where it first shows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -19,22 +21,35 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftline.audit import oracle
+from draftline.audit import guards, oracle
 from draftline.audit.comparison import Difference, Judge, is_narrow, text_of
 from draftline.audit.drafter_reference import drafter_of
-from draftline.audit.life import ANSWER_TOKENS, LONG_PROMPT, STOPS, Life, RecordedStep, export_earliest, live
+from draftline.audit.life import (
+    ANSWER_TOKENS,
+    LONG_PROMPT,
+    STOPS,
+    Life,
+    RecordedStep,
+    export_earliest,
+    export_step,
+    live,
+)
 from draftline.audit.oracle_decoding import Decoded, decode, last_answer
 from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import model_forward
 from draftline.audit.report import CHECKS, Problem, check
 from draftline.audit.subject import NotApplicable
+from draftline.draft.loss import StepMetrics
 from draftline.evaluate import generate
 from draftline.formats.load import load_drafter
 from draftline.options import ExportDtype
 from draftline.run import Run
 from draftline.targets.model import TINY_FOLDER
-from draftline.train.log import whole_lines
+from draftline.train.checkpoint import TrainState, read_state
+from draftline.train.log import metrics_record, whole_lines
+from draftline.train.loop import DrafterTrainLoop
 from draftline.train.run_folder import RunFolder
+from draftline.train.step import StepResult
 
 _LARGEST_COPY = 4 << 30
 """Bytes of a target that is loaded a second time, through transformers alone, to be compared with the live one."""
@@ -80,6 +95,7 @@ def lived(probe: Probe) -> Lived:
                 for compare in (_log, _checkpoints, _export):
                     compare(life, judge)
                 _target(probe, before, judge)
+                guards.compare(life, judge)
     except _Uncompared as error:
         return Lived({}, uncompared=_in_words(error.__cause__ or error))
     except Exception as error:  # the border of the life: whatever the run raises is what it would raise later
@@ -212,20 +228,67 @@ def _checkpoints(life: Life, judge: Judge) -> None:
         if unlike:
             text = f"the checkpoint of step {step} has other weights than the drafter had: {unlike[0]}"
             return judge.say("RUN008", text, "write the weights of the step, in float32")
-    return None
+        progress = read_state(folder.step_folder(step))["progress"]
+        measured = None if progress["best_step"] is None else streaks.get(progress["best_step"])
+        if progress["best_streak"] != measured:
+            text = f"the checkpoint of step {step} says {progress['best_streak']} of its best, the log {measured}"
+            return judge.say("RUN008", text, fix)
+    return _choice(life, judge)
+
+
+def _choice(life: Life, judge: Judge) -> None:
+    """The loop itself over made-up evaluations, in which every other figure is best where the streak is not."""
+    run, streaks = life.run, (0.2, math.nan, 0.7, 0.5, 0.7, 0.6)
+    names = [
+        *metrics_record(StepMetrics.zero(run.shape.block_size), run.config.loss),
+        "teacher_forced_acceptance_length",
+    ]
+    seldom = run.config.train.model_copy(update={"eval_every": 1, "log_every": 1000, "save_every": 1000})
+    row, state = judge.a_row, TrainState(StepMetrics.zero(run.shape.block_size))
+    assert row is not None, "a life has steps"
+    saved: list[tuple[int, int | None, float | None]] = []
+    log = SimpleNamespace(advance=lambda _state: None, write=lambda *_: None)
+    drafter = SimpleNamespace(
+        config=run.config.model_copy(update={"train": seldom}),
+        step=lambda _rows: StepResult(StepMetrics.zero(run.shape.block_size), 0.0),
+    )
+    loop = DrafterTrainLoop(
+        drafter=drafter,  # type: ignore[arg-type]  # has what the loop asks of one
+        rows=iter([replace(row, sequence_number=i, step=i, last_of_step=True) for i in range(len(streaks))]),
+        total_steps=len(streaks),
+        state=state,
+        log=log,  # type: ignore[arg-type]
+        evaluate=lambda: (
+            {n: (1.0 if n == "loss" else -1.0) * state.step for n in names} | {"streak": streaks[state.step - 1]}
+        ),
+        save=lambda now: saved.append((now.step, now.best_step, now.best_streak)),
+        stop_requested=lambda: False,
+    )
+    loop.run()
+    wanted = [(1, 1, 0.2), (3, 3, 0.7), (6, 3, 0.7)]
+    if saved != wanted:
+        text = (
+            f"after evaluations with streaks {streaks}, (step, best step, its streak) is saved as {saved}, not {wanted}"
+        )
+        judge.say("RUN008", text, "best: the first of the highest held-out streaks; NaN never is")
 
 
 def _export(life: Life, judge: Judge) -> None:
-    """A checkpoint exported in both formats: its tensors, and the answers that it helps to decode."""
+    """Two checkpoints exported, one by its name and one as the best: tensors, and answers that they help to decode."""
     dtypes: dict[ExportDtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    exports = {"float32": export_step, "bfloat16": export_earliest}
     for name, dtype in dtypes.items():
-        folder, step = export_earliest(life, name)
+        folder, step = exports[name](life, name)
         weights = {n: t if n == "d2t" else t.cpu().to(dtype) for n, t in judge.steps[step - 1].after.items()}
         stored = load_file(folder / "model.safetensors")
         wrong = [n for n, t in weights.items() if n != "d2t" and (n not in stored or not _bits(stored[n], t))]
         if wrong:
             what = f"{len(wrong)} tensors are not those of step {step} rounded once to {name}, first {wrong[0]}"
-            judge.say("RUN009", what, "the best checkpoint, each float32 weight rounded once to nearest, nothing else")
+            judge.say(
+                "RUN009",
+                what,
+                "the checkpoint that is asked for, each float32 weight rounded once to nearest, nothing else",
+            )
     _answers(life, judge, folder, weights)
 
 
@@ -338,6 +401,7 @@ _EXPLAINED = {
     "RUN009": ("the export is not the trained drafter", _codes("EXP")),
     "RUN010": ("an answer is not decoded as the recipe says", _codes("TGT", "DRF", "EXP", "EVL")),
     "RUN011": ("the target is not its checkpoint, or training changes it", _codes("TGT010", "OPT008")),
+    "RUN017": ("what belongs to another run, target or data is taken without a word", _codes("OPT007")),
 }
 """Code -> title, and the codes that would say more exactly what is wrong."""
 

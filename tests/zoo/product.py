@@ -34,6 +34,7 @@ from draftline.options import EvaluationSettings, ExportSettings
 from draftline.records import Sample
 from draftline.run import Watcher, train
 from draftline.targets.model import Target
+from tests.zoo import doors
 from tests.zoo.pipeline import MASK, Recipe, World, chat_tokenizer
 
 Product = dict[str, Any]
@@ -115,6 +116,10 @@ def live(world: World) -> Product:
         ("decoding", lambda: _decoded(world, folder / "export")),
         ("rule", lambda: _by_the_rule(world.target)),
         ("evaluation", lambda: _evaluated(world, folder / "export")),
+        ("late", lambda: doors.late(world, folder)),
+        ("asked", lambda: doors.asked(world, _loaded(world, folder))),
+        ("served", lambda: doors.served(world, _loaded(world, folder), folder)),
+        ("refused", lambda: doors.refused(world, folder / "run", _quiet())),
     ]
     for name, stage in stages:
         try:
@@ -123,6 +128,14 @@ def live(world: World) -> Product:
             product[name] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     product["target"] = _digest(dict(world.target.model.state_dict()))
     return json.loads(json.dumps(product).replace(str(folder), "FOLDER"))
+
+
+def _loaded(world: World, folder: Path) -> DFlashDraftModel:
+    return load_drafter(folder / "export", target=world.target).draft_model
+
+
+def _quiet() -> Watcher:
+    return Watcher(say=lambda _text: None, display=lambda _step, _total: _Quiet())
 
 
 def _read(world: World) -> Product:

@@ -16,6 +16,8 @@ from draftline.audit import CHECKS, AuditReport, run_audit
 from tests.zoo import (
     faults_data,
     faults_drafter,
+    faults_figures,
+    faults_guards,
     faults_life,
     faults_rows,
     faults_serving,
@@ -38,6 +40,8 @@ ENTRIES = (
     faults_serving,
     faults_sizes,
     faults_vocabulary,
+    faults_guards,
+    faults_figures,
 )
 """Importing them fills the zoo."""
 

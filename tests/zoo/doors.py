@@ -1,0 +1,211 @@
+"""What else a small run leaves: what it refuses, what it is asked and how it samples, how servers are counted.
+
+As in `product.py`, nothing of the audit is used; each entry is what a user would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from draftline import run as run_module
+from draftline.data.conversations import Conversation, Message
+from draftline.data.prompts import Prompt
+from draftline.data.server import Endpoint
+from draftline.draft.loss import StepMetrics
+from draftline.draft.model import DFlashDraftModel
+from draftline.errors import DraftlineError
+from draftline.evaluate import answer, benchmark, generate, server
+from draftline.evaluate.acceptance import teacher_forced_walk
+from draftline.evaluate.engines import ENGINES, DraftCounts
+from draftline.evaluate.served import ServedAnswer
+from draftline.formats import exporting, programs
+from draftline.options import AnswerSettings, EvaluationSettings, ExportSettings, Sampling, ServerMeasurement
+from draftline.run import Run
+from draftline.targets.model import weights_fingerprint
+from draftline.train import checkpoint as checkpoint_module
+from draftline.train.checkpoint import TrainState
+from draftline.train.run_folder import RunFolder
+from draftline.transfer import store as store_module
+from tests.evaluate.engine_servers import Answer, EngineServer
+from tests.zoo.pipeline import World
+
+_SAMPLED = Sampling(temperature=1.3)
+
+
+def _said(attempt: Callable[[], object]) -> str:
+    """The kind of error; nothing where something was taken."""
+    try:
+        attempt()
+    except DraftlineError as error:
+        return type(error).__name__
+    return ""
+
+
+def refused(world: World, folder: Path, watcher: run_module.Watcher) -> list[str]:
+    """What happens to a finished run that is continued with something exchanged, and to states of others."""
+    run = world.assemble()
+    seed, loss = run.config.train.model_copy(update={"seed": 99}), run.config.loss.model_copy(update={"labels": "data"})
+    data = replace(run.data, heldout=run.data.training, training=_Renamed(run.data.training))
+    drafter = run.drafter.twin()
+    drafter.model.config = run.shape.model_copy(update={"mask_token_id": 5})
+    others: list[Run] = [
+        replace(run, config=run.config.model_copy(update={"train": seed})),
+        replace(run, config=run.config.model_copy(update={"loss": loss})),
+        replace(run, data=data),
+        replace(run, drafter=drafter),
+    ]
+    said = [
+        _said(lambda other=other: run_module.train(other, folder, resume=True, watcher=watcher)) for other in others
+    ]  # type: ignore[misc]
+    weight = next(world.target.model.parameters())
+    with torch.no_grad():
+        before = weights_fingerprint(world.target.model)
+        weight.add_(1.0)
+        said.append(_said(lambda: run_module.train(run, folder, resume=True, watcher=watcher)))
+        said.append(str(weights_fingerprint(world.target.model) == before))
+        identity = store_module.loop_identity(run.capture_loop(), "data")
+        weight.sub_(1.0)
+    said.append(str(store_module.loop_identity(run.capture_loop(), "data") == identity))
+    lengths, place = np.array([4]), folder.parent / "some states"
+    store_module.StatesStore(place, identity, lengths)
+    said.append(_said(lambda: store_module.StatesStore(place, replace(identity, target="other"), lengths)))
+    newest = RunFolder(folder).checkpoint("newest")
+    assert newest is not None, "it has trained"
+    for path in (newest / "optimizer.safetensors",):
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-5] + bytes([whole[-5] ^ 1]) + whole[-4:])
+        said.append(_said(lambda: checkpoint_module.read_checkpoint(newest)))
+        path.write_bytes(whole)
+    shape = run.shape.model_copy(update={"num_target_layers": 77})
+    said.append(_said(lambda: generate.check_fits(shape, world.target)))
+    strange = replace(run.data, training=_Renamed(run.data.training, 10_000))
+    return [*said, _said(lambda: run_module.assemble(run.config, world.target, strange)), *_damaged_states(run, folder)]
+
+
+class _Renamed:
+    """Conversations with another fingerprint, and perhaps a token that no target knows."""
+
+    def __init__(self, inner: Any, most: int = 0) -> None:
+        self._inner, self._most = inner, most
+        self.fingerprint, self.lengths, self.prompt_hashes = "others", inner.lengths, inner.prompt_hashes
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __getitem__(self, number: int) -> Any:
+        return self._inner[number]
+
+    def used_token_ids(self) -> torch.Tensor:
+        return torch.ones(max(self._most, len(self._inner.used_token_ids())), dtype=torch.bool)
+
+
+def _damaged_states(run: Run, folder: Path) -> list[str]:
+    loop, sample = run.capture_loop(), replace(run.data.training[int(run.data.training_ids[0])], sample_id=0)
+    place, lengths = folder.parent / "damaged states", np.array([len(sample)])
+    identity = store_module.loop_identity(loop, "data")
+    store = store_module.StatesStore(place, identity, lengths)
+    store.write(loop.capture([sample])[0])
+    store.sync()
+    path = place / "hidden_states.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    return [_said(lambda: store_module.StatesStore(place, identity, lengths).capture([sample]))]
+
+
+def late(world: World, folder: Path) -> list[Any]:
+    """A checkpoint after very many updates, written and read: all that the optimiser keeps, and the open sums."""
+    run = world.assemble()
+    drafter, again = run.drafter, world.assemble().drafter
+    for parameter in drafter.model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-5)
+    drafter.optimizer.step()
+    for state in drafter.optimizer.state.values():
+        state["step"].fill_(100_001)
+    window = replace(StepMetrics.zero(run.shape.block_size), loss_sum=1 / 3)
+    state = TrainState(window, best_step=1, best_streak=1 / 3)
+    checkpoint_module.write_checkpoint(folder / "late", drafter.checkpoint(state, "data"))
+    found = checkpoint_module.read_checkpoint(folder / "late")
+    torch.manual_seed(77)
+    again.restore(found, folder / "late")
+    kept = [v.double().sum().item() for s in again.optimizer.state.values() for v in s.values()]
+    return [kept, found.state.window.loss_sum, float(torch.rand(()))]
+
+
+def asked(world: World, model: DFlashDraftModel) -> list[Any]:
+    """A dialogue and a prompt, sampled, with system prompt and template option."""
+    words = [Message(role="user", content=text) for text in ("Say 1.", "Say 2.")]
+    settings = EvaluationSettings(
+        max_new_tokens=6, sampling=_SAMPLED, system_prompt="Now.", template_options={"polite": True}
+    )
+    prompts = [
+        Prompt("a", 1, Conversation(messages=tuple(words[:1]))),
+        Prompt("b", 1, Conversation(messages=tuple(words))),
+    ]
+    result = benchmark.evaluate_prompts(world.target, model, prompts, settings)
+    alone = answer.answer_prompt(world.target, model, "Say 3.", AnswerSettings(max_new_tokens=6, sampling=_SAMPLED))
+    turns = [(turn.input_ids, turn.output_ids) for turn in result.per_prompt]
+    parts = (result.acceptance_length_macro, [part.name for part in result.by_file])
+    ids = torch.randint(3, 90, (300,), generator=torch.Generator().manual_seed(3)).tolist()
+    walked = teacher_forced_walk(world.target, model, [(ids[:5], ids[5:])])
+    return [turns, parts, alone.output_ids, [(walk.tokens, walk.forwards) for walk in walked]]
+
+
+def served(world: World, model: DFlashDraftModel, folder: Path) -> list[Any]:
+    """Counters of servers, the verdict on one, and the commands that start them."""
+    counts, prompts = [], [Conversation(messages=(Message(role="user", content=text),)) for text in ("a", "bc")]
+    for program in ("vllm", "sglang"):
+        stand_in = EngineServer(program)  # type: ignore[arg-type]
+        stand_in.edit_metrics = _two_engines
+        stand_in.script = lambda _prompt, _limit: Answer([[3], [4, 5, 6], [7, 8]], [2, 1], stopped=True)
+        try:
+            wanted = ServerMeasurement(model=None, max_new_tokens=9, concurrency=(1,))
+            tokenizer = world.target.require_tokenizer()
+            result = server.evaluate_server(Endpoint(stand_in.url), tokenizer, prompts, wanted)
+            counts.append([(x.tokens, x.target_forwards, x.accepted_histogram) for x in result.levels])
+        except (DraftlineError, AssertionError) as error:
+            counts.append(type(error).__name__)  # type: ignore[arg-type]
+        finally:
+            stand_in.close()
+    answers = [ServedAnswer(0, None, [], found, 5, 7).outcome(1e-4) for found in (5, 6)]
+    lost = DraftCounts(2, 3, (2, 1), 8).acceptance(8, 1)
+    metrics = [f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{k}"}} {20 - k}' for k in range(12)]
+    metrics += ["vllm:spec_decode_num_drafts_total 20", "vllm:spec_decode_num_accepted_tokens_total 9"]
+    many = ENGINES[0].counts("\n".join([*metrics, "vllm:generation_tokens_total 9"]))
+    serving = programs.Serving("F", "T", "float32", model.config)
+    words = [_command(reader, serving) for reader in programs.PROGRAMS]
+    run, out = RunFolder(folder / "run"), folder / "named"
+    step = run.checkpoint_steps()[0]
+    reader = "speculators" if model.config.draft_vocab_size or model.config.sample_from_anchor else "zlab"
+    settings = ExportSettings(reader=reader)  # type: ignore[arg-type]
+    exporting.export_drafter(
+        source=run.step_folder(step), out=out, target=world.target, settings=settings, proven=False
+    )
+    return [
+        counts,
+        answers,
+        (lost.tokens, lost.forwards),
+        str(many),
+        words,
+        (out / "model.safetensors").read_bytes().hex()[-400:],
+    ]
+
+
+def _command(reader: Any, serving: programs.Serving) -> str:
+    try:
+        return programs.serving_command(reader, serving)
+    except DraftlineError as error:
+        return type(error).__name__
+
+
+def _two_engines(text: str) -> str:
+    """The counters twice, the second time of an engine that stands still."""
+    lines = [line for line in text.splitlines() if "spec_decode" in line and not line.startswith("#")]
+    counters = [line.rpartition(" ")[0] for line in lines if "}" in line]
+    still = [counter.replace("}", ',engine="9"}') + " 7" for counter in counters]
+    return "\n".join([text, *still, ""])
