@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -265,11 +266,11 @@ def _lost(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor], exact: floa
 
 def _late_progress(block_size: int) -> TrainState:
     """Numbers that would not survive a narrower format."""
-    table = torch.arange(block_size, dtype=torch.float64) + 2.0**40 + 1
-    numbers = {field.name: table + i for i, field in enumerate(fields(StepMetrics)) if field.name.endswith("_P")}
-    window = StepMetrics(
-        **numbers, loss_sum=math.pi * 1e9, weight_sum=math.e, streak_sum=2.0**30 + 1, blocks=2**33 + 1, tokens=2**40 + 1
-    )
+    zero, values = StepMetrics.zero(block_size), list[Any]()
+    for i, field in enumerate(fields(zero)):
+        kind = type(getattr(zero, field.name))
+        values.append(torch.arange(block_size).double() + 2.0**40 + i if kind is Tensor else kind(2**40 + i + 1 / 3))
+    window = StepMetrics(*values)
     return TrainState(window, 100_001, 2**33 + 3, 2**40 + 5, 1e9 + 1 / 3, 99_999, 1 / 3, 99_998)
 
 
