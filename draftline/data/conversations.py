@@ -23,10 +23,10 @@ class _Strict(BaseModel):
 
 
 class FunctionCall(_Strict):
-    """The call of one function; `arguments` is an object, or a text that is not a JSON object."""
+    """The call of one function."""
 
     name: str
-    arguments: dict[str, Any] | str
+    arguments: dict[str, Any]
 
 
 class ToolCall(_Strict):
@@ -38,10 +38,13 @@ class ToolCall(_Strict):
 
     def for_template(self, *, text_arguments: bool) -> dict[str, Any]:
         """The call as a chat template wants it, with its arguments as JSON text on request."""
-        call = self.model_dump(exclude_none=True)
-        if text_arguments and isinstance(self.function.arguments, dict):
-            call["function"]["arguments"] = json.dumps(self.function.arguments, ensure_ascii=False)
-        return call
+        arguments = self.function.arguments
+        function = {
+            "name": self.function.name,
+            "arguments": json.dumps(arguments, ensure_ascii=False) if text_arguments else arguments,
+        }
+        call = {} if self.id is None else {"id": self.id}
+        return {**call, "type": self.type, "function": function}
 
 
 class Message(_Strict):
@@ -51,7 +54,8 @@ class Message(_Strict):
         role: as the template is to see it: `system`, `user`, `assistant`, `tool`, or what the row said.
         content: the text; never None.
         reasoning_content: what a reasoning model thought before its answer.
-        reasoning_field: the name under which the row had it; the template is given it under the same name.
+        reasoning_field: the name under which the row had it; the template is given it under the same name if that is
+            one under which it shows reasoning.
         train: whether an assistant turn is supervised (a row's own `weight` or `train` flag).
         finish_reason: why a regenerated answer ended; `length` means that it was cut and has no end token.
     """
@@ -69,12 +73,14 @@ class Message(_Strict):
     def for_template(self, *, text_arguments: bool = False) -> dict[str, Any]:
         """The message as a chat template wants it: absent fields absent, because templates test `is defined`.
 
+        Reasoning is named `reasoning_content` here; `ChatTemplate` gives it the name that the template reads.
+
         Args:
             text_arguments: write the arguments of calls as JSON text, as the OpenAI interface carries them.
         """
         message: dict[str, Any] = {"role": self.role, "content": self.content}
         if self.reasoning_content is not None:
-            message[self.reasoning_field] = self.reasoning_content
+            message["reasoning_content"] = self.reasoning_content
         if self.tool_calls:
             message["tool_calls"] = [call.for_template(text_arguments=text_arguments) for call in self.tool_calls]
         if self.tool_call_id is not None:

@@ -9,7 +9,6 @@ Rows that come without messages are taken as they are: text that already went th
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
+from draftline.data.alignment import AnswerNotFound
 from draftline.data.conversations import Conversation, FormattedText, Message, TokenRow, Unusable
-from draftline.data.spans import AnswerNotFound, TurnSpan, locate_answers
+from draftline.data.spans import Located, locate_answers, text_marks
 from draftline.data.template import ChatTemplate, Refused
 from draftline.options import MaskOptions
 
@@ -62,20 +62,20 @@ def render_conversations(
         for start in range(0, len(conversations), _BATCH):
             batch = conversations[start : start + _BATCH]
             located = [_locate(template, conversation) for conversation in batch]
-            texts = [item[0] for item in located if not isinstance(item, Unusable)]
+            texts = [item.text for item in located if not isinstance(item, Unusable)]
             batches.append((batch, located, pool.submit(template.encode, texts)))
         for batch, located, tokenised in batches:
             encodings = iter(tokenised.result())
             results += [
                 item
                 if isinstance(item, Unusable)
-                else _to_tokens(item[0], next(encodings), item[1], conversation.messages, options)
+                else _to_tokens(item, next(encodings), conversation.messages, options)
                 for item, conversation in zip(located, batch, strict=True)
             ]
     return results
 
 
-def _locate(template: ChatTemplate, conversation: Conversation) -> tuple[str, list[TurnSpan]] | Unusable:
+def _locate(template: ChatTemplate, conversation: Conversation) -> Located | Unusable:
     try:
         return locate_answers(template, conversation)
     except Refused as refused:
@@ -92,32 +92,33 @@ def render_conversation(
 
 
 def _to_tokens(
-    text: str, encoding: Any, spans: Sequence[TurnSpan], messages: Sequence[Message], options: MaskOptions
-) -> RenderedConversation:
+    located: Located, encoding: Any, messages: Sequence[Message], options: MaskOptions
+) -> RenderedConversation | Unusable:
     ids = np.array(encoding.ids, dtype=np.int32)
-    supervised = _supervised_ranges(spans, messages, options)
-    mask = np.ones(len(ids), dtype=bool) if options.supervise == "all" else token_mask(encoding.offsets, supervised)
-    lost = [span.turn for span in spans if span.reasoning_lost]
-    notes = (
-        [] if not lost else ["reasoning_not_rendered" if lost[-1] == spans[-1].turn else "earlier_reasoning_dropped"]
-    )
-    return RenderedConversation(text, ids, mask, (*notes, *_left_out(text, messages)))
+    if options.supervise == "all":
+        mask = np.ones(len(ids), dtype=bool)
+    else:
+        mask = token_mask(encoding.offsets, _supervised_ranges(located, messages, options))
+    if located.unproven and not mask.any():
+        return Unusable(located.unproven[0])
+    return RenderedConversation(located.text, ids, mask, tuple(_notes(located, messages)))
 
 
-def _left_out(text: str, messages: Sequence[Message]) -> list[str]:
+def _notes(located: Located, messages: Sequence[Message]) -> list[str]:
     """Notes on what the template does not show: the target would never have said what follows without it."""
-    notes = []
-    if any(message.role == "system" and message.content.strip() not in text for message in messages):
+    lost = [span.turn for span in located.spans if "reasoning_not_rendered" in span.notes]
+    notes = [note for span in located.spans for note in span.notes if note != "reasoning_not_rendered"]
+    if lost:
+        last = lost[-1] == located.spans[-1].turn
+        notes.insert(0, "reasoning_not_rendered" if last else "earlier_reasoning_dropped")
+    systems = (message.content.strip() for message in messages if message.role == "system")
+    if any(text not in located.text for text in systems):
         notes.append("system_not_rendered")
-    called = Counter(call.function.name for message in messages for call in message.tool_calls)
-    if any(text.count(name) < times for name, times in called.items()):
-        notes.append("tool_call_not_rendered")
-    return notes
+    return [*notes, *located.unproven]
 
 
-def _supervised_ranges(
-    spans: Sequence[TurnSpan], messages: Sequence[Message], options: MaskOptions
-) -> list[tuple[int, int]]:
+def _supervised_ranges(located: Located, messages: Sequence[Message], options: MaskOptions) -> list[tuple[int, int]]:
+    spans = located.spans
     if options.supervise == "last":
         last = max((turn for turn, message in enumerate(messages) if message.role == "assistant"), default=-1)
         spans = [span for span in spans if span.turn == last]
@@ -127,7 +128,8 @@ def _supervised_ranges(
         if message.train:
             start = span.start if options.reasoning else span.content_start
             # A cut answer has no end: supervising one would teach the drafter to stop where the budget ran out.
-            ranges.append((start, span.text_end if message.finish_reason == "length" else span.end))
+            end = span.text_end if message.finish_reason == "length" else span.end
+            ranges += [(max(s, start), min(e, end)) for s, e in span.pieces]
     return ranges
 
 
@@ -173,17 +175,16 @@ def _marked_ranges(template: ChatTemplate, text: str) -> list[tuple[int, int]]:
     ranges: list[tuple[int, int]] = []
     if not template.tokenizer.chat_template:
         return ranges
-    marks = template.turn_ends(Conversation(messages=()))
-    if not marks.generation_prompt:
+    opening, ends = text_marks(template)
+    if not opening:
         return ranges
-    at = text.find(marks.generation_prompt)
+    at = text.find(opening)
     while at >= 0:
-        start = at + len(marks.generation_prompt)
-        at = text.find(marks.generation_prompt, start)
+        start = at + len(opening)
+        at = text.find(opening, start)
         limit = at if at >= 0 else len(text)
-        found = [(text.find(end, start, limit), end) for end in {marks.middle, marks.last} if end]
-        ends = [position + len(end) for position, end in found if position >= 0]
-        ranges.append((start, min(ends, default=limit)))
+        found = [(text.find(end, start, limit), end) for end in ends]
+        ranges.append((start, min((place + len(end) for place, end in found if place >= 0), default=limit)))
     return ranges
 
 

@@ -29,6 +29,7 @@ from draftline.data.conversations import (
     ToolCall,
     Unusable,
 )
+from draftline.data.parts import unclosed_reasoning
 
 _CHAT_KEYS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat")
 _PAIRS = (
@@ -181,6 +182,9 @@ class _Reader:
             calls, content = self._shared_call(content)
         reasoning_field, reasoning = _reasoning(fields)
         reason = fields.get("finish_reason")
+        if role == "assistant" and reasoning is None and unclosed_reasoning(content) is not None:
+            self.notes.append("unclosed_reasoning")
+            reason = "length"
         try:
             return Message(
                 role=role,
@@ -284,7 +288,10 @@ def _tool_calls(fields: dict[str, Any]) -> tuple[ToolCall, ...]:
 
 
 def parse_call(value: Any) -> ToolCall:
-    """A call as OpenAI nests it, or only its name and arguments; raises `BadRow` if it is neither."""
+    """A call as OpenAI nests it, or only its name and arguments; raises `BadRow` if it is neither.
+
+    Arguments are an object, or its JSON text; none, an empty text and null mean an empty object.
+    """
     if not isinstance(value, dict):
         raise BadRow("bad_tool_calls")
     function = value.get("function", value)
@@ -293,14 +300,13 @@ def parse_call(value: Any) -> ToolCall:
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
         try:
-            parsed = json.loads(arguments)
+            arguments = json.loads(arguments) if arguments.strip() else None
         except (ValueError, RecursionError):
-            parsed = None
-        arguments = parsed if isinstance(parsed, dict) else arguments
+            raise BadRow(f"arguments_not_an_object: {function['name'][:40]}") from None
     if arguments is None:
         arguments = {}
-    if not isinstance(arguments, dict | str):
-        raise BadRow("bad_tool_calls")
+    if not isinstance(arguments, dict):
+        raise BadRow(f"arguments_not_an_object: {function['name'][:40]}")
     return ToolCall(
         id=_text_or_none(value.get("id")), function=FunctionCall(name=function["name"], arguments=arguments)
     )

@@ -1,33 +1,44 @@
-"""The target's own chat template, and what has to be known about it to find the answers in what it renders.
+"""The target's own chat template, and how it wants to be given a conversation.
 
-Nothing here looks for the text of a role. What is learned comes from rendering a small chat of texts that occur
-nowhere else, and from comparing renderings of it.
+Nothing here looks for names in the template's text. What is learned about it comes from rendering a small chat of texts
+that occur nowhere else, in each of the ways in which messages can be written.
 """
 
 from __future__ import annotations
 
 import bisect
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from draftline.data.conversations import Conversation, hash_json
+from draftline.data.conversations import Conversation, Message, ReasoningField, hash_json
+from draftline.data.parts import split_reasoning, unclosed_reasoning
 from draftline.errors import TemplateError
 
 # What a template can raise: its own `raise_exception`, undefined names, and Python errors of its expressions.
 TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
-# How control tokens are written, for tokenizers that do not have all of the template's among their own.
-_MARK = re.compile(r"<[^<>\s]+>")
+MARK = re.compile(r"<[^<>\s]+>")
+"""How control tokens are written, for tokenizers that do not have all of the template's among their own."""
 
-WRAPPERS = ("q", "Z")
-_USER, _ANSWER = "qzUSERzq{}qz", "qzANSWERzq{}qz"
+_QUESTION, _THOUGHT, _ANSWER = "qzUSERzq", "qzTHINKzq", "qzANSWERzq"
+_FUNCTION = {"name": "f", "arguments": {"qzarg": "qzvalue"}}
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"qzarg": {"type": "string", "description": "d"}}},
+    },
+}
+"""A function and a call of it, for templates that are to be seen to render one."""
 
 
 class Refused(Exception):
@@ -43,23 +54,19 @@ class Rendering:
 
 
 @dataclass(frozen=True)
-class TurnEnds:
-    """What the template writes around an answer.
+class Dialect:
+    """How a template wants to be given what messages can say in more than one way; learned by rendering each way.
 
     Attributes:
-        generation_prompt: what is appended for the target to answer; empty if the template appends nothing.
-        fillers: what the template itself writes between the generation prompt and plain content, such as an empty
-            reasoning block.
-        middle: what ends an answer that another turn follows.
-        last: what ends the answer at the end of the conversation.
-        always_opens: the template opens the next answer whether asked or not.
+        text_arguments: it joins the arguments of a call as text, or would print a Python dictionary.
+        reasoning_names: names of the field under which it shows reasoning.
+        block_to_field: a reasoning block inside the content has to be put into that field, because the template takes
+            it for a part of the answer, or shows only one of the two.
     """
 
-    generation_prompt: str
-    fillers: tuple[str, ...]
-    middle: str
-    last: str
-    always_opens: bool = False
+    text_arguments: bool
+    reasoning_names: tuple[ReasoningField, ...]
+    block_to_field: bool
 
 
 @dataclass
@@ -75,7 +82,10 @@ class ChatTemplate:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._turn_ends: dict[str, TurnEnds] = {}
+        self._dialects: dict[str, Dialect] = {}
+        self._prompts: dict[str, str] = {}
+        self.learned: dict[Any, Any] = {}
+        """What `spans` has found out about this template."""
 
     @cached_property
     def source(self) -> str:
@@ -96,38 +106,85 @@ class ChatTemplate:
         """Whether the template says itself which text the assistant generates."""
         return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
 
-    @cached_property
-    def wants_text_arguments(self) -> bool:
-        """Whether the template joins the arguments of a tool call as text, or would print a Python dictionary.
-
-        Told from a call whose argument is known: either the template fails on an object, or Python's own writing of
-        a dictionary shows up in the rendering.
-        """
-        call = {"type": "function", "function": {"name": "f", "arguments": {"qzarg": "qzvalue"}}}
-        messages: list[dict[str, Any]] = [
-            {"role": "user", "content": "q"},
-            {"role": "assistant", "content": "", "tool_calls": [call | {"id": "call00000"}]},
-        ]
-        try:
-            return "'qzarg': 'qzvalue'" in self._render(messages, None, {}).text
-        except TEMPLATE_FAULTS:
-            return True
-
     def knows_role(self, role: str) -> bool:
         """Whether the template names this role."""
         return re.search(rf"['\"]{re.escape(role)}['\"]", self.source) is not None
 
+    def situation(self, conversation: Conversation) -> str:
+        """What of a conversation beside its messages changes how the template works: its options, tools or none."""
+        return hash_json([conversation.template_options, bool(conversation.tools)])
+
+    def dialect(self, conversation: Conversation) -> Dialect:
+        """How the template wants calls and reasoning of such a conversation."""
+        key = self.situation(conversation)
+        if key not in self._dialects:
+            self._dialects[key] = self._learn_dialect(conversation)
+        return self._dialects[key]
+
+    def _learn_dialect(self, conversation: Conversation) -> Dialect:
+        def shown(answer: dict[str, Any]) -> str:
+            """What the template makes of an answer; with a tool where it wants one, empty where it takes none."""
+            chat = [{"role": "user", "content": _QUESTION}, {"role": "assistant", "content": _ANSWER} | answer]
+            for tools in (list(conversation.tools) or None, [_TOOL]):
+                try:
+                    return self._render(chat, tools, {**self.options, **conversation.template_options}).text
+                except TEMPLATE_FAULTS:
+                    continue
+            return ""
+
+        def call(arguments: Any) -> dict[str, Any]:
+            function = {**_FUNCTION, "arguments": arguments}
+            return {"content": "", "tool_calls": [{"id": "call00000", "type": "function", "function": function}]}
+
+        given = shown(call(_FUNCTION["arguments"]))
+        as_text = "'qzarg': 'qzvalue'" in given or (not given and shown(call(json.dumps(_FUNCTION["arguments"]))) != "")
+        with_call = call(json.dumps(_FUNCTION["arguments"]) if as_text else _FUNCTION["arguments"])
+        names = tuple(
+            name
+            for name in get_args(ReasoningField)
+            if _THOUGHT in shown({name: _THOUGHT}) or _THOUGHT in shown(with_call | {name: _THOUGHT})
+        )
+        in_field = shown({names[0]: _THOUGHT}) if names else ""
+        inside = shown({"content": f"<think>\n{_THOUGHT}\n</think>\n\n{_ANSWER}"})
+        return Dialect(as_text, names, _THOUGHT in in_field and in_field != inside)
+
+    def adapted(self, conversation: Conversation) -> Conversation:
+        """The conversation with reasoning where this template looks for it: one block, wherever the row kept it."""
+        if not any("<think>" in m.content or "</think>" in m.content for m in conversation.messages):
+            return conversation
+        if not self.dialect(conversation).block_to_field:
+            return conversation
+        messages = [_with_field(m) if m.role == "assistant" else m for m in conversation.messages]
+        return conversation.model_copy(update={"messages": tuple(messages)})
+
     def messages(self, conversation: Conversation) -> list[dict[str, Any]]:
-        """The messages with the arguments of tool calls in the type that this template reads."""
-        calls = any(message.tool_calls for message in conversation.messages)
-        return conversation.for_template(text_arguments=calls and self.wants_text_arguments)
+        """The messages as this template reads them."""
+        conversation = self.adapted(conversation)
+        return self._translated(conversation.for_template(), conversation)
+
+    def _translated(self, messages: list[dict[str, Any]], conversation: Conversation) -> list[dict[str, Any]]:
+        """Messages of `Conversation.for_template`, with reasoning and arguments as the template reads them."""
+        translated = []
+        for number, message in enumerate(messages):
+            new = message
+            if "reasoning_content" in message:
+                names = self.dialect(conversation).reasoning_names
+                own = conversation.messages[number].reasoning_field if number < len(conversation.messages) else None
+                name = names[0] if names and own not in names else own or "reasoning_content"
+                new = {name if key == "reasoning_content" else key: value for key, value in message.items()}
+            if message.get("tool_calls") and self.dialect(conversation).text_arguments:
+                new = {**new, "tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+            translated.append(new)
+        return translated
 
     def render(self, messages: list[dict[str, Any]], conversation: Conversation, *, ask: bool = False) -> Rendering:
         """Render messages with the tools and options of `conversation`; `ask` appends the opening of an answer.
 
-        Raises `Refused` with the template's message where the template does not take them.
+        The messages are in the form of `Conversation.for_template`. Raises `Refused` with the template's message
+        where the template does not take them.
         """
         options = {**self.options, **conversation.template_options}
+        messages = self._translated(messages, conversation)
         try:
             return self._render(messages, list(conversation.tools) or None, options, ask=ask)
         except TEMPLATE_FAULTS as error:
@@ -137,9 +194,8 @@ class ChatTemplate:
             raise Refused(reason) from error
 
     def _takes_with_tools(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> bool:
-        tool = {"type": "function", "function": {"name": "f", "description": "d", "parameters": {"properties": {}}}}
         try:
-            self._render(messages, [tool], options)
+            self._render(messages, [_TOOL], options)
         except TEMPLATE_FAULTS:
             return False
         return True
@@ -165,97 +221,35 @@ class ChatTemplate:
         texts, spans = rendered
         return Rendering(texts[0], tuple((start, end) for start, end in spans[0]))
 
-    def turn_ends(self, conversation: Conversation) -> TurnEnds:
-        """What this template writes around an answer, given the conversation's tools and options; learned once."""
-        key = hash_json([conversation.template_options, bool(conversation.tools)])
-        if key not in self._turn_ends:
-            self._turn_ends[key] = self._learn_turn_ends(conversation)
-        return self._turn_ends[key]
+    def generation_prompt(self, conversation: Conversation) -> str:
+        """What the template appends behind a question for the target to answer; empty if nothing."""
+        key = self.situation(conversation)
+        if key not in self._prompts:
+            question = [{"role": "user", "content": _QUESTION}]
+            try:
+                without = self.render(question, conversation).text
+                asked = self.render(question, conversation, ask=True).text
+            except Refused:
+                without = asked = ""
+            self._prompts[key] = asked[self.whole_tokens(asked, shared_start(without, asked)) :]
+        return self._prompts[key]
 
-    def _learn_turn_ends(self, conversation: Conversation) -> TurnEnds:
-        chat = [
-            {"role": role, "content": text.format(number)}
-            for number in (1, 2)
-            for role, text in (("user", _USER), ("assistant", _ANSWER))
-        ]
-        whole = self.render(chat, conversation).text
-        pieces = _split_at(whole, [message["content"] for message in chat]) or self._split_altered(chat, conversation)
-        if pieces is None:
-            raise TemplateError(
-                f"the loss mask cannot be found: the chat template does not show the turns {chat} one after another, "
-                f"but renders them as {whole!r}; give a template that does (--chat-template)"
-            )
-        opening, before_first, after_first, before_second, after_second = pieces
-        prompt = self._learn_generation_prompt(chat[:1], conversation)
-        shared = self.whole_tokens(after_first, shared_start(after_first, after_second))
-        always_opens = prompt is None and len(shared) < len(after_second)
-        if always_opens:
-            shared = without_last_mark(shared)
-        prompt = prompt or ""
-        headers = [text.partition(prompt) for text in (before_first, before_second) if prompt]
-        fillers = tuple({filler for _, found, filler in headers if found})
-        if end := shared.rstrip() or shared:
-            return TurnEnds(prompt, fillers, end, end, always_opens)
-        if after_second.strip():
-            return TurnEnds(prompt, fillers, self._first_mark(after_first), after_second.rstrip(), always_opens)
-        # The last turn has no end. An earlier one has what stands before the other role's header, as that is written
-        # at the beginning of the conversation.
-        end_length = len(after_first) - shared_start(opening[::-1], after_first[::-1])
-        cut = [mark.end() for mark in _MARK.finditer(after_first) if mark.start() < end_length < mark.end()]
-        return TurnEnds(prompt, fillers, after_first[: max([end_length, *cut])].rstrip(), "", always_opens)
-
-    def _split_altered(self, chat: list[dict[str, Any]], conversation: Conversation) -> list[str] | None:
-        """The pieces around the texts of a chat that the template alters, each found by wrapping it in two letters."""
-        whole = self.render(chat, conversation).text
-        pieces, at = [], 0
-        for turn, message in enumerate(chat):
-            first, second = (
-                self.render(
-                    [*chat[:turn], {**message, "content": letter + message["content"] + letter}, *chat[turn + 1 :]],
-                    conversation,
-                ).text
-                for letter in WRAPPERS
-            )
-            place = place_between(first, second, whole)
-            if place is None or place[0] < at:
-                return None
-            pieces.append(whole[at : place[0]])
-            at = place[1]
-        return [*pieces, whole[at:]]
-
-    def _learn_generation_prompt(self, question: list[dict[str, Any]], conversation: Conversation) -> str | None:
-        """What the template appends when asked to; None if it renders the same whether asked or not."""
-        try:
-            without = self.render(question, conversation).text
-            with_prompt = self.render(question, conversation, ask=True).text
-        except Refused:
-            return ""
-        shared = self.whole_tokens(with_prompt, shared_start(without, with_prompt))
-        return with_prompt[len(shared) :] if with_prompt != without else None
-
-    def whole_tokens(self, text: str, length: int) -> str:
-        """The longest beginning of `text`, at most `length`, that ends where a token and a mark like `<|end|>` end."""
-        for mark in _MARK.finditer(text):
+    def whole_tokens(self, text: str, length: int) -> int:
+        """The longest length, at most `length`, at which a token of `text` and a mark like `<|end|>` end."""
+        if length >= len(text):
+            return len(text)
+        for mark in MARK.finditer(text):
             if mark.start() < length < mark.end():
                 length = mark.start()
         if text[:length].endswith(">"):
-            return text[:length]
+            return length
         ends = [0, *(end for _, end in self.encode([text])[0].offsets)]
-        return text[: ends[bisect.bisect_right(ends, length) - 1]]
-
-    def _first_mark(self, text: str) -> str:
-        """The text up to the end of its first special token, or of what is written like one; empty without any."""
-        stripped = text.lstrip()
-        mark = _MARK.match(stripped)
-        if mark:
-            return mark.group()
-        encoding = self.encode([stripped])[0]
-        added = self.tokenizer.get_added_vocab().values()
-        return stripped[: encoding.offsets[0][1]] if encoding.ids and encoding.ids[0] in added else ""
+        return ends[bisect.bisect_right(ends, length) - 1]
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
         """Token ids of the conversation with the opening of an answer behind it; raises `Refused`."""
-        text = self.render(self.messages(conversation), conversation, ask=True).text
+        conversation = self.adapted(conversation)
+        text = self.render(conversation.for_template(), conversation, ask=True).text
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def require_offsets(self) -> None:
@@ -282,6 +276,24 @@ class ChatTemplate:
         encodings = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False).encodings
         assert encodings is not None, "a fast tokenizer returns encodings"
         return list(encodings)
+
+
+def _with_field(message: Message) -> Message:
+    """An answer whose reasoning block, whole or cut, is taken out of its content."""
+    if message.reasoning_content:
+        return message
+    cut = unclosed_reasoning(message.content)
+    if cut is not None:
+        return message.model_copy(update={"reasoning_content": cut, "content": ""})
+    found = split_reasoning(message.content)
+    if found is None:
+        return message
+    return message.model_copy(update={"reasoning_content": found[1] or None, "content": found[3]})
+
+
+def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
 
 
 def render_prompt(
@@ -318,33 +330,3 @@ def shared_start(first: str, second: str) -> int:
         else:
             high = middle - 1
     return low
-
-
-def place_between(first: str, second: str, text: str) -> tuple[int, int] | None:
-    """Where `text` lies between what two renderings share at their beginnings and ends.
-
-    The two differ in the letters (`WRAPPERS`) around one text, `text` is the rendering without them. None if they do
-    not differ, or if `text` has not the same surroundings.
-    """
-    if first == second:
-        return None
-    before, after = shared_start(first, second), shared_start(first[::-1], second[::-1])
-    fits = text.startswith(first[:before]) and text.endswith(first[len(first) - after :])
-    return (before, len(text) - after) if fits and before + after <= len(text) else None
-
-
-def without_last_mark(text: str) -> str:
-    """The text up to its last control token: the headers of two roles begin with the same one."""
-    marks = [mark.start() for mark in _MARK.finditer(text)]
-    return text[: marks[-1]] if marks else text
-
-
-def _split_at(text: str, separators: Sequence[str]) -> list[str] | None:
-    """The pieces around the separators, which must occur once each and in this order; None otherwise."""
-    pieces = []
-    for separator in separators:
-        if text.count(separator) != 1:
-            return None
-        piece, _, text = text.partition(separator)
-        pieces.append(piece)
-    return [*pieces, text]

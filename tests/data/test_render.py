@@ -1,7 +1,8 @@
 import pytest
 
-from draftline.data.conversations import Conversation, FunctionCall, Message, TokenRow, ToolCall, Unusable
+from draftline.data.conversations import Chat, Conversation, FunctionCall, Message, TokenRow, ToolCall, Unusable
 from draftline.data.render import RenderedConversation, check_tokens, render_conversation, text_pieces
+from draftline.data.shapes import parse_row
 from draftline.data.template import ChatTemplate
 from draftline.errors import TemplateError
 from draftline.options import MaskOptions
@@ -52,6 +53,43 @@ def test_reasoning_is_supervised_where_the_template_shows_it(inside: bool) -> No
     assert runs == ["It is four.<|im_end|>", "<think>\nIn Paris.\n</think>\n\nThe same.<|im_end|>"]
     _, without = render(THINKING, conversation, reasoning=False)
     assert without == ["It is four.<|im_end|>", "The same.<|im_end|>"]
+
+
+# Has a field for reasoning, and takes a block inside the content for a part of the answer.
+FIELD_ONLY = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}{% if m.role == 'assistant' %}"
+    "{{ '<think>\\n' + (m.reasoning_content or '') + '\\n</think>\\n\\n' }}{% endif %}{{ m.content + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    "content", ["<think>2+2 is 4</think>4", "<think>\n2+2 is 4\n</think>\n\n4", "2+2 is 4</think>4"]
+)
+def test_one_block_of_reasoning_wherever_the_row_keeps_it(content: str) -> None:
+    rendered, runs = render(FIELD_ONLY, chat("2+2?", content))
+    assert rendered.text.count("<think>") == 1
+    assert runs == ["<think>\n2+2 is 4\n</think>\n\n4<|im_end|>"]
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning_is_shown_under_the_name_that_the_template_reads(field: str, name: str) -> None:
+    answer = Message(role="assistant", content="4", reasoning_content="two", reasoning_field=field)  # type: ignore[arg-type]
+    template = FIELD_ONLY.replace("reasoning_content", name)
+    _, runs = render(template, Conversation(messages=(TWO_TURNS.messages[0], answer)))
+    assert runs == ["<think>\ntwo\n</think>\n\n4<|im_end|>"]
+
+
+@pytest.mark.parametrize(("template", "run"), [(FIELD_ONLY, "<think>\n2+3 is"), (CHATML, "<think>2+3 is")])
+def test_reasoning_that_was_cut_has_no_end(template: str, run: str) -> None:
+    parsed = parse_row(
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<think>2+3 is"}]}
+    )
+    assert isinstance(parsed, Chat)
+    assert parsed.notes == ("unclosed_reasoning",)
+    _, runs = render(template, parsed.conversation)
+    assert runs == [run]
 
 
 def test_dropped_reasoning_is_reported() -> None:

@@ -116,6 +116,25 @@ def test_tool_calls_in_both_dialects() -> None:
         assert (result.role, result.content) == ("tool", '{"x": 1}')
 
 
+def called(arguments: object) -> object:
+    """The row's own arguments of a call as they are read, or why they are not."""
+    function = {"name": "f", "arguments": arguments}
+    parsed = parse_row({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": function}]}]})
+    return parsed.conversation.messages[1].tool_calls[0].function.arguments if isinstance(parsed, Chat) else parsed
+
+
+@pytest.mark.parametrize(
+    ("given", "read"), [("", {}), ("  ", {}), (None, {}), ("null", {}), ("{}", {}), ('{"a": null}', {"a": None})]
+)
+def test_no_arguments_are_an_empty_object(given: object, read: object) -> None:
+    assert called(given) == read
+
+
+@pytest.mark.parametrize("given", ['{"text": "cut he', '{"a": 1}{"b": 2}', '"{}"', "[1]", [1], 3, True])
+def test_arguments_that_are_no_object_are_named(given: object) -> None:
+    assert called(given) == Unusable("arguments_not_an_object: f")
+
+
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), [TOOL["function"]], TOOL])
 def test_tools_in_any_form(tools: object) -> None:
     parsed = parse_row({"messages": [USER, ANSWER], "tools": tools})

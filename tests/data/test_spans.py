@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftline.data.conversations import Conversation, FunctionCall, Message, ToolCall
+from draftline.data.conversations import Conversation, FunctionCall, Message, ToolCall, Unusable
 from draftline.data.render import render_conversation
 from draftline.data.template import ChatTemplate
-from draftline.errors import TemplateError
 from tests.data.chat_tokenizers import CHATML, RETURNING, SHOUTING, TEMPLATES, THINKING, make_tokenizer
 from tests.data.test_render import TWO_TURNS, chat, render
 
@@ -73,8 +74,10 @@ def test_special_strings_in_an_answer_do_not_end_it() -> None:
 
 def test_template_that_hides_answers_is_an_error_with_the_rendering() -> None:
     template = ChatTemplate(make_tokenizer("{% for m in messages %}{{ m['content'] | length }} {% endfor %}"))
-    with pytest.raises(TemplateError, match=r"loss mask cannot be found.*renders them as '"):
-        render_conversation(template, TWO_TURNS)
+    hidden = render_conversation(template, TWO_TURNS)
+    assert isinstance(hidden, Unusable)
+    assert hidden.reason == "mask_not_found"
+    assert re.search(r"loss mask cannot be found.*renders them as '12 11 ", hidden.detail)
 
 
 _texts = st.text(

@@ -33,7 +33,7 @@ def test_calls_in_a_prompt_have_the_arguments_that_the_template_reads() -> None:
     messages = (*asked("And in Paris?").messages, Message(role="assistant", tool_calls=(call,)))
     chat = Conversation(messages=(*messages, Message(role="tool", content="fine")))
     tokenizer = make_tokenizer(TEXT_ARGUMENTS)
-    assert ChatTemplate(tokenizer).wants_text_arguments
+    assert ChatTemplate(tokenizer).dialect(chat).text_arguments
     assert '<|im_start|>assistant\n{"city": "Paris"}<|im_end|>' in tokenizer.decode(render_prompt(tokenizer, chat, {}))
 
 
