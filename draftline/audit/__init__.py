@@ -10,6 +10,7 @@ from draftline.audit import (
     losses,
     optimiser,
     plan,
+    prepared,
     sampling,
     served,
     target,
@@ -19,7 +20,22 @@ from draftline.audit.report import CHECKS, AuditReport, Finding, run_audit
 from draftline.audit.subject import AuditSubject, PreparedData
 
 CHECK_MODULES = (
-    *(target, data, drafter, losses, optimiser, exported, evaluation, sampling, figures, served, whole, plan, finished),
+    *(
+        target,
+        data,
+        prepared,
+        drafter,
+        losses,
+        optimiser,
+        exported,
+        evaluation,
+        sampling,
+        figures,
+        served,
+        whole,
+        plan,
+        finished,
+    ),
 )
 """Importing them registers their checks."""
 

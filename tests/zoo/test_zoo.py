@@ -19,6 +19,7 @@ from tests.zoo import (
     faults_figures,
     faults_guards,
     faults_life,
+    faults_prepare,
     faults_rows,
     faults_serving,
     faults_sizes,
@@ -42,6 +43,7 @@ ENTRIES = (
     faults_vocabulary,
     faults_guards,
     faults_figures,
+    faults_prepare,
 )
 """Importing them fills the zoo."""
 
