@@ -26,7 +26,7 @@ _LOW_AGREEMENT = 0.8
 _LEAST_COVERAGE = 0.95
 """Below this share of answer tokens that the drafter can say, every twentieth token costs a rejected block."""
 
-_ROWS_READ, _TOKENS_READ = 16, 512
+_ROWS_READ, _TOKENS_READ, _MOST_READ = 16, 512, 3000
 """Conversations that are run through the target to measure agreement, and tokens of each."""
 
 
@@ -120,10 +120,10 @@ def answer_ends(probe: Probe) -> Problem | None:
 @check("DAT005", "the target would not have written these answers")
 def own_answers(probe: Probe) -> Problem | None:
     _refuse_whole_texts(probe)
-    read = [
-        Sample(sample.sample_id, sample.input_ids[:_TOKENS_READ], sample.loss_mask[:_TOKENS_READ])
-        for sample in _data(probe).samples[:_ROWS_READ]
-    ]
+    read = list[Sample]()
+    for sample in _data(probe).samples[:_ROWS_READ]:
+        if sum(map(len, read)) < _MOST_READ:
+            read.append(Sample(sample.sample_id, sample.input_ids[:_TOKENS_READ], sample.loss_mask[:_TOKENS_READ]))
     found = measure_agreement(probe.subject.target.model, read)
     if not found.tokens:
         raise NotApplicable("nothing is supervised")

@@ -48,6 +48,9 @@ _PROMPTS = 4
 _MANY = 40
 """Short answers that are walked over at once."""
 
+_LARGE_HEAD = 4_000_000
+"""Entries of a target's head from which a whole chunk of slots takes seconds; chunks are then made smaller."""
+
 _NEVER = 1 << 30
 """Modulus of a drafter that never errs: every block is accepted whole."""
 
@@ -286,8 +289,19 @@ def _walks_lost(probe: Probe, answer: Answer) -> Problem | None:
 
 def _walk_cut(probe: Probe) -> Problem | None:
     """A text with more anchors than are asked at once, and a drafter of known errors: each anchor is walked over."""
+    target, whole = probe.subject.target, acceptance.CHUNK_SIZE
+    if target.vocab_size * target.hidden_size > _LARGE_HEAD:
+        acceptance.CHUNK_SIZE = 8 * probe.block_size
+    try:
+        return _cut_in_chunks(probe, acceptance.CHUNK_SIZE // probe.block_size)
+    finally:
+        acceptance.CHUNK_SIZE = whole
+
+
+def _cut_in_chunks(probe: Probe, at_once: int) -> Problem | None:
+    """The same for a number of anchors that are asked at once."""
     target = probe.subject.target
-    length = _PROMPT + acceptance.CHUNK_SIZE // probe.block_size + 2 * probe.block_size
+    length = _PROMPT + at_once + 2 * probe.block_size
     length = min(length, target.config.max_position_embeddings)
     ids = probe.random_ids(length, probe.generator(12))
     answer = Answer(ids.tolist(), 0, target_forward(target, ids))
@@ -317,7 +331,8 @@ class _Waning(OracleDrafter):
 
     def is_right(self, anchor: int, slot: int) -> bool:
         """As the other, before that."""
-        return anchor < acceptance.CHUNK_SIZE // self.config.block_size // 2 and super().is_right(anchor, slot)
+        half = acceptance.CHUNK_SIZE // self.config.block_size // 2
+        return anchor < _PROMPT + half and super().is_right(anchor, slot)
 
 
 def _slots(drafter: OracleDrafter) -> range:

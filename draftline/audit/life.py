@@ -51,8 +51,9 @@ _MOST_TOKENS, _FEWEST_TOKENS = 3000, 400
 ANSWER_TOKENS, LONG_PROMPT = 16, 400
 """Longest answer that is decoded at the end; tokens of the longest prompt."""
 
-_OPERATIONS_PER_PASS = 2e11
-"""Multiplications and additions that a pass of the target may take on a CPU: two seconds or so."""
+_OPERATIONS_PER_PASS = 1.2e11
+"""Multiplications and additions that a pass of the target may take on a CPU: a second or so. The second trainer, in
+float64, takes many times as long over the same tokens."""
 
 
 class MemoryConversations:
