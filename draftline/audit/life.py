@@ -122,8 +122,8 @@ class RecordedStep:
         batches: the rows that the loop was given.
         inputs: what reached the drafter, one entry per row with a supervised slot.
         before, after: the drafter's tensors around it.
-        summed: gradients as autograd has added them up; gradients: what the optimiser found, clipped; rates: of its
-            groups.
+        summed: gradients as autograd has added them up; gradients: what the optimiser found, clipped; rates: at
+            which it moved each tensor.
         updates: how often the optimiser moved.
         result: what the step returned.
     """
@@ -135,7 +135,7 @@ class RecordedStep:
     inputs: list[DrafterInput] = field(default_factory=list)
     summed: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    rates: list[float] = field(default_factory=list)
+    rates: dict[str, float] = field(default_factory=dict)
     updates: int = 0
     after: dict[str, Tensor] = field(default_factory=dict)
     result: StepResult | None = None
@@ -384,9 +384,10 @@ def _recorded(drafter: Drafter, seen: Callable[[RecordedStep], None], resumed: b
 
     def updating(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if now:
-            named = model.named_parameters()
-            now[0].gradients = {name: p.grad.detach().clone() for name, p in named if p.grad is not None}
-            now[0].rates = [group["lr"] for group in optimizer.param_groups]
+            named = dict(model.named_parameters())
+            now[0].gradients = {name: p.grad.detach().clone() for name, p in named.items() if p.grad is not None}
+            rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+            now[0].rates = {name: rates[id(p)] for name, p in named.items() if id(p) in rates}
             now[0].updates += 1
 
     def recorded_step(batches: Sequence[PackedBatch]) -> StepResult:

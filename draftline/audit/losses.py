@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.optim import SGD
 
 from draftline.audit.loss_reading import (
+    LabelsUsed,
     constant_ratio,
     decay_of,
     labels_by_name,
@@ -21,14 +21,16 @@ from draftline.audit.loss_reading import (
     run_loss,
     soft_hint,
     supervised,
+    taught_distribution,
+    wanted_weights,
     wants_data,
     weights_by_slot,
 )
 from draftline.audit.probe import Probe, relative_difference
-from draftline.audit.reference import naive_anchors, naive_slots, naive_weights
+from draftline.audit.reference import naive_anchors, naive_distances, naive_slots, naive_weights
 from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
-from draftline.config import PUBLISHED_DECAY, LossConfig
+from draftline.config import PUBLISHED_DECAY
 from draftline.draft.loss import TaughtSlots
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch
@@ -38,28 +40,41 @@ _FITS = 0.9
 """Share of slots that an explanation has to fit to be named."""
 
 
-@check("LOS001", "the loss is not hard cross entropy", needs=("TGT002", "TGT003", "TGT008"))
-def hard_cross_entropy(probe: Probe) -> Problem | None:
-    used = labels_used(probe)
-    fix = "sum weight * F.cross_entropy(logits, label) over supervised slots, no smoothing, temperature or mixture"
+@check("LOS001", "the loss is not the configured one", needs=("TGT002", "TGT003", "TGT008"))
+def configured_loss(probe: Probe) -> Problem | None:
+    used, loss = labels_used(probe), probe.subject.config.loss
+    meant = "hard cross entropy"
+    if loss.ce < 1:
+        meant = f"{loss.ce:g} cross entropy + {loss.kl:g} KL(target, drafter) + {loss.tv:g} total variation"
+    fix = f"sum weight * ({meant}) over supervised slots, weights as constants, no smoothing, temperature or other term"
     if used.fit < _FITS:
         return Problem(
-            f"the gradient is that of hard cross entropy at only {used.fit:.1%} of slots, whatever label is assumed"
+            f"the gradient is that of {meant} at only {used.fit:.1%} of slots, whatever label is assumed"
             f"{soft_hint(probe, used)}",
             fix,
         )
-    if used.truth_fit < 1.0:
+    wanted = _wanted_loss(probe, used) if used.truth_fit == 1.0 else None
+    if wanted is None:
         return None
-    labels, weights = labels_by_name(probe, "truth"), measured_weights(probe, used)
-    logits = probe.sayable(torch.cat([forward.logits for forward in probe.reference]))[used.trace.source_Q]
-    slots = [(index * probe.block_size + slot, position) for index, slot, position in supervised(probe)]
-    wanted = sum(
-        -float(weights[q]) * float(logits[q].double().log_softmax(-1)[labels(position)]) for q, position in slots
-    )
     difference = abs(used.trace.loss - wanted) / max(abs(wanted), 1e-9)
     if difference > max(1e-3, probe.loss_tolerance / 4):
-        return Problem(f"loss of the probe row {used.trace.loss:.5f}, sum of weight * cross entropy {wanted:.5f}", fix)
+        return Problem(f"loss of the probe row {used.trace.loss:.5f}, sum of weight * distance {wanted:.5f}", fix)
     return None
+
+
+def _wanted_loss(probe: Probe, used: LabelsUsed) -> float | None:
+    """Sum of measured weight * distance over the slots of the probe, in float64."""
+    labels, weights = labels_by_name(probe, "truth"), measured_weights(probe, used)
+    loss, slots = probe.subject.config.loss, supervised(probe)
+    places = torch.tensor([index * probe.block_size + slot for index, slot, _ in slots])
+    logits = torch.cat([forward.logits for forward in probe.reference])[used.trace.source_Q[places]]
+    rows = torch.searchsorted(probe.kept_ids, torch.tensor([labels(position) for _, _, position in slots]))
+    teacher = None
+    if loss.kl or loss.tv:
+        teacher = taught_distribution(probe, [position - 1 for _, _, position in slots])
+    said = logits.cpu().double()[:, probe.kept_ids]
+    distances, _ = naive_distances(said, rows, teacher, (loss.ce, loss.kl, loss.tv))
+    return float((weights[places] * distances).sum())
 
 
 @check("LOS002", "labels are not the right tokens for their slots", needs=("TGT002", "TGT003", "TGT008"))
@@ -77,8 +92,17 @@ def right_labels(probe: Probe) -> Problem | None:
     )
 
 
-@check("LOS003", "the decay gamma does not belong to the block size")
-def decay_pair(probe: Probe) -> Problem | None:
+@check("LOS003", "the numbers of the weights are no good choice")
+def weight_numbers(probe: Probe) -> Problem | None:
+    loss = probe.subject.config.loss
+    if loss.weights == "dpace":
+        if loss.dpace_alpha < 1:
+            return None
+        return Problem(
+            "with loss.dpace_alpha 1 a slot weighs the number of slots from it on, whatever the drafter knows",
+            "loss.dpace_alpha=0.5, or loss.weights=decay",
+            "warning",
+        )
     block, gamma = probe.block_size, probe.gamma
     published = PUBLISHED_DECAY.get(block)
     pairs = ", ".join(f"{g:g} for blocks of {p}" for p, g in PUBLISHED_DECAY.items())
@@ -91,19 +115,24 @@ def decay_pair(probe: Probe) -> Problem | None:
     )
 
 
-@check("LOS004", "slots are not weighted by the decay", needs=("LOS001", "LOS002"))
+@check("LOS004", "slots are not weighted as the settings say", needs=("LOS001", "LOS002"))
 def right_weights(probe: Probe) -> Problem | None:
     used = labels_used(probe)
     if used.truth_fit < 1.0:
         raise NotApplicable("weights cannot be read without right labels")
-    ratio = constant_ratio(probe, used)
-    if ratio is not None:
+    wanted = wanted_weights(probe, used)
+    if wanted.isnan().all():
+        raise NotApplicable("the target's two best logits are a near tie in every block")
+    if constant_ratio(probe, used) is not None:
         return None
-    found = weights_by_slot(probe, used)
-    wanted = naive_weights(probe.block_size, probe.gamma, probe.first)
+    found, loss = weights_by_slot(probe, measured_weights(probe, used)), probe.subject.config.loss
+    fix = f"weight of slot k: exp(-(k - {probe.first}) / {probe.gamma:g})"
+    if loss.weights == "dpace":
+        fix = f"the sum over m >= k of the product over i <= m of (1 - a) q_i + a, a = {loss.dpace_alpha:g}, detached"
     return Problem(
-        f"measured weights by slot {_numbers(found)}, wanted {_numbers(wanted)}{decay_of(found, probe.first)}",
-        f"weight of slot k: exp(-(k - {probe.first}) / {probe.gamma:g})",
+        f"measured weights by slot {_numbers(found)}, wanted {_numbers(weights_by_slot(probe, wanted))}"
+        f"{decay_of(found, probe.first)}",
+        fix,
     )
 
 
@@ -189,28 +218,30 @@ def chunk_independent(probe: Probe) -> Problem | None:
     )
 
 
-@check("LOS010", "cross entropy is not taken in float32", needs=("LOS001",))
-def wide_cross_entropy(probe: Probe) -> Problem | None:
+@check("LOS010", "the loss is not taken in float32", needs=("LOS001",))
+def wide_loss(probe: Probe) -> Problem | None:
     """Logits of the target's own width, bfloat16, against float64 over the same logits."""
     generator = probe.generator(31)
     hidden = torch.randn(48, 16, generator=generator)
     weight = torch.randn(16, 64, generator=generator)
     labels = torch.randint(64, (48,), generator=generator)
     weights = torch.rand(48, generator=generator) + 0.5
+    taught = (torch.randn(48, 16, generator=generator) @ weight).bfloat16()
+    loss = probe.subject.config.loss.model_copy(update={"weights": "decay", "chunk_size": 20, "top_k": None})
 
     def logits_of(hidden_mD: Tensor) -> Tensor:
         return (hidden_mD @ weight).bfloat16()
 
-    slots = TaughtSlots(labels, torch.arange(48) // 4, weights, lambda chunk: logits_of(hidden.detach()[chunk]))
-    settings = LossConfig(chunk_size=20)
-    results = step.slot_loss_sum(hidden.requires_grad_(), slots, logits_of, settings)
+    slots = TaughtSlots(labels, torch.arange(48) // 4, weights, lambda chunk: taught[chunk])
+    results = step.slot_loss_sum(hidden.requires_grad_(), slots, logits_of, loss)
     results.loss_sum.backward()
     assert hidden.grad is not None
-    logits = logits_of(hidden.detach()).double()
-    wanted = float((F.cross_entropy(logits, labels, reduction="none") * weights).sum())
-    slopes = (logits.softmax(-1) - F.one_hot(labels, 64)) * weights[:, None]
+    logits = logits_of(hidden.detach()).double().requires_grad_()
+    teacher = taught.double().softmax(-1) if loss.kl or loss.tv else None
+    wanted = (naive_distances(logits, labels, teacher, (loss.ce, loss.kl, loss.tv))[0] * weights).sum()
+    (slopes,) = torch.autograd.grad(wanted, logits)
     off = relative_difference(hidden.grad.double(), slopes @ weight.double().T)
-    value = abs(float(results.loss_sum.detach()) - wanted) / wanted
+    value = abs(float(results.loss_sum.detach()) - wanted.item()) / wanted.item()
     if value < 1e-5 and off < 1e-2:
         return None
     return Problem(
@@ -302,12 +333,15 @@ def _step_gradients(probe: Probe, rows: list[PackedBatch]) -> dict[str, Tensor]:
 def _direct_gradients(probe: Probe) -> dict[str, Tensor]:
     """Gradient of the row's loss, divided once by the count that the configuration names."""
     subject = probe.subject
-    anchors = naive_anchors(probe.samples)
+    anchors, loss = naive_anchors(probe.samples), subject.config.loss
     slots = naive_slots(probe.samples, anchors, probe.block_size, probe.first)
-    weights = naive_weights(probe.block_size, probe.gamma, probe.first)
-    count = len(slots) if subject.config.loss.denominator == "slots" else math.fsum(weights[k] for _, k, _ in slots)
     positions = torch.tensor(anchors, device=probe.device)
-    value, _ = subject.row_loss(subject.draft_model, probe.row, positions)
+    value, metrics = subject.row_loss(subject.draft_model, probe.row, positions)
+    count: float = len(slots)
+    if loss.denominator == "weights":
+        weights = naive_weights(probe.block_size, probe.gamma, probe.first)
+        by_place = math.fsum(weights[k] for _, k, _ in slots)
+        count = by_place if loss.weights == "decay" else metrics.weight_sum  # which RUN005 holds against float64
     names, parameters = zip(*subject.draft_model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(value / count, parameters, allow_unused=True)
     return {

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from draftline.audit.oracle_update import Moment, goes_by_muon, moved, rate_of
 from draftline.audit.probe import Probe
 from draftline.audit.report import Problem, check
-from draftline.config import OptimConfig
 from draftline.draft.loss import StepMetrics
 from draftline.train import checkpoint
 from draftline.train.checkpoint import TrainState
@@ -37,11 +37,31 @@ def parameter_set(probe: Probe) -> Problem | None:
     foreign = [frozen.get(key, "an unknown tensor") for key in held if key not in wanted]
     stopped = [name for name, p in model.named_parameters() if not p.requires_grad]
     if not missing and not foreign and not stopped and len(set(held)) == len(held):
-        return None
+        return _not_orthogonalised(probe)
     return Problem(
         f"{len(missing)} drafter parameters not held {missing[:3]}, {len(foreign)} held that are none {foreign[:3]}, "
         f"{len(stopped)} that do not train {stopped[:3]}, {len(held) - len(set(held))} held twice",
         "give the optimiser draft_model.parameters(), all and nothing else",
+    )
+
+
+def _not_orthogonalised(probe: Probe) -> Problem | None:
+    """Muon gives all directions of a matrix one size, which is no sense in a vector or in rows of a head."""
+    muon = [group for group in probe.subject.run.drafter.optimizer.param_groups if "ns_steps" in group]
+    moved = {id(p) for group in muon for p in group["params"]}
+    parameters = dict(probe.subject.draft_model.named_parameters())
+    found = {name for name, p in parameters.items() if id(p) in moved}
+    wanted = {
+        name
+        for name, p in parameters.items()
+        if goes_by_muon(p, probe.subject.config.optim) and name.startswith(("fc.", "layers."))
+    }
+    if found == wanted:
+        return None
+    return Problem(
+        f"Muon moves {sorted(found - wanted)[:3]}, which are no matrices of fc and the layers, and does not move "
+        f"{sorted(wanted - found)[:3]}",
+        "Muon for fc and the matrices inside the layers, AdamW for norms, vectors and any head",
     )
 
 
@@ -115,68 +135,72 @@ def schedule(probe: Probe) -> Problem | None:
 
 
 def _unused_rate(probe: Probe) -> Problem | None:
-    """The rate of the schedule has to reach every group of the optimiser, and before the update."""
-    drafter, update, rates = _twin(probe), 77, list[float]()
+    """The rate of the schedule has to reach every tensor, at its own multiple, and before the update."""
+    drafter, update, optim = _twin(probe), 77, probe.subject.config.optim
     drafter.total_steps = 200
-    drafter.optimizer.register_step_pre_hook(lambda made, *_: rates.extend(group["lr"] for group in made.param_groups))
+    rates: dict[int, float] = {}
+    drafter.optimizer.register_step_pre_hook(
+        lambda made, *_: rates.update({id(p): group["lr"] for group in made.param_groups for p in group["params"]})
+    )
     drafter.step([replace(probe.row, step=update)])
     rate = drafter.learning_rate(update)
-    if rates and all(math.isclose(found, rate, rel_tol=1e-6) for found in rates):
-        return None
-    return Problem(
-        f"at update {update} of 200 the rate is {rate:.3g}, the optimiser has {rates}",
-        "set the rate of every group, by the number of the update",
-    )
+    for name, parameter in drafter.model.named_parameters():
+        found, wanted = rates.get(id(parameter), math.nan), rate_of(parameter, rate, optim)
+        if not math.isclose(found, wanted, rel_tol=1e-6):
+            return Problem(
+                f"at update {update} of 200 the rate of {name} is {wanted:.3g}, the optimiser has {found:.3g}",
+                "set the rate of every group, by the number of the update, at Muon's own multiple",
+            )
+    return None
 
 
 @check("OPT005", "the optimiser's numbers are not the configured ones")
 def numbers(probe: Probe) -> Problem | None:
     config = probe.subject.config.optim
-    groups = _twin(probe).optimizer.param_groups
-    for group in groups:
-        for name, wanted in (
-            ("lr", config.learning_rate),
-            ("weight_decay", config.weight_decay),
-            ("betas", (config.beta1, config.beta2)),
-        ):
+    adamw = {
+        "lr": config.learning_rate,
+        "weight_decay": config.weight_decay,
+        "betas": (config.beta1, config.beta2),
+    }
+    muon = {
+        "lr": config.muon_learning_rate or config.learning_rate,
+        "weight_decay": config.muon_weight_decay,
+        "momentum": config.muon_momentum,
+        "nesterov": config.muon_nesterov,
+        "ns_steps": config.muon_ns_steps,
+    }
+    for group in _twin(probe).optimizer.param_groups:
+        for name, wanted in (muon if "ns_steps" in group else adamw).items():
             if name not in group or group[name] != wanted:
                 return Problem(f"{name} is {group.get(name)}, configured {wanted}", "build the optimiser from optim.*")
     return _wrong_update(probe)
 
 
 def _wrong_update(probe: Probe) -> Problem | None:
-    """Two updates with known gradients against AdamW's formula, for what no number says: eps, sign, another rule."""
+    """Two updates with known gradients against the formula, for what no number says: eps, sign, another rule."""
     config, generator = probe.subject.config.optim, probe.generator(13)
     drafter = _twin(probe)
     model = drafter.model
-    before = {name: p.detach().double() for name, p in model.named_parameters()}
+    before = {name: p.detach().double().cpu() for name, p in model.named_parameters()}
     gradients = {name: torch.randn(2, *p.shape, generator=generator) * 1e-3 for name, p in before.items()}
     for update in range(2):
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name][update].to(parameter)
         drafter.optimizer.step()
     for name, parameter in model.named_parameters():
-        wanted = _adamw(before[name].cpu(), gradients[name].double(), config)
-        moved = (parameter.detach().double().cpu() - before[name].cpu()).abs().max()
+        wanted, moment = before[name], Moment.zero(before[name])
+        for gradient in gradients[name].double():
+            wanted, moment = moved(wanted, gradient, moment, config.learning_rate, config)
+        step = (parameter.detach().double().cpu() - before[name]).abs().max()
         difference = float((parameter.detach().double().cpu() - wanted).abs().max())
-        if difference > 0.05 * config.learning_rate:
+        narrow = goes_by_muon(parameter, config) and probe.device.type != "cpu"  # Muon iterates in bfloat16 there
+        if difference > (0.3 if narrow else 0.05) * rate_of(parameter, config.learning_rate, config):
             return Problem(
-                f"two updates with known gradients move {name} by {moved:.2e}, and {difference:.2e} away from "
-                "where AdamW with the configured numbers and eps 1e-8 brings it",
-                "torch.optim.AdamW(draft_model.parameters(), lr, betas, weight_decay) and nothing else",
+                f"two updates with known gradients move {name} by {step:.2e}, and {difference:.2e} away from where "
+                f"optim.name={config.name} with the configured numbers brings it",
+                "AdamW or Muon as docs/concepts/semantics.md (section 5) writes them, and nothing else",
             )
     return None
-
-
-def _adamw(weight: Tensor, gradients: Tensor, config: OptimConfig) -> Tensor:
-    """Where AdamW (arXiv 1711.05101, algorithm 2) brings a weight; one row of gradients per update, all in float64."""
-    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
-    for update, gradient in enumerate(gradients, start=1):
-        first = config.beta1 * first + (1 - config.beta1) * gradient
-        second = config.beta2 * second + (1 - config.beta2) * gradient.square()
-        direction = first / (1 - config.beta1**update) / ((second / (1 - config.beta2**update)).sqrt() + 1e-8)
-        weight = weight - config.learning_rate * (direction + config.weight_decay * weight)
-    return weight
 
 
 @check("OPT006", "gradients are not clipped as configured", needs=("DRF001", "LOS006"))

@@ -2,7 +2,7 @@
 
     order       plan_run, plan_heldout, held_out      which conversations, in which rows, in which steps
     blocks      draw_anchors, capture, speak          one conversation: anchors, states, labels, loss, counts
-    step        step_gradient, clip, learning_rate, adamw, train_step
+    step        step_gradient, clip, train_step       (rates and updates are in oracle_update.py)
     figures     evaluate, figures, log_lines, checkpoints
     beginning   kept_tokens, first_weights, weights_of_target
 
@@ -28,14 +28,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from draftline.audit.drafter_reference import ReferenceDrafter, block_outputs, said
-from draftline.audit.reference import decoder_layers, model_forward, naive_slots, naive_weights
-from draftline.config import DFlashConfig, LossConfig, OptimConfig, RunConfig, TrainConfig
+from draftline.audit.oracle_update import Moment, learning_rate, moved
+from draftline.audit.reference import (
+    best_alone,
+    decoder_layers,
+    model_forward,
+    naive_distances,
+    naive_dpace,
+    naive_slots,
+    naive_weights,
+)
+from draftline.config import DFlashConfig, LossConfig, RunConfig, TrainConfig
 
 HELDOUT_SEED = HELDOUT_EPOCH = 0
 """What the anchors of held-out rows are drawn with, whatever the seed of the run (section 3)."""
 
 _PUBLISHED_GAMMA = {16: 7.0, 10: 5.0, 8: 4.0}
-_ADAM_EPS = 1e-8
 _CLIP_EPS = 1e-6
 
 
@@ -123,6 +131,7 @@ class Conversation:
         states: [S, L*D] captured states.
         next_ids: [S] the target's own greedy next tokens.
         best_kept_ids: [S] its best ones among the tokens that the drafter can say; None where it can say all.
+        normed: [S, D] what its output matrix receives; None where no distribution is taught.
     """
 
     sample_id: int
@@ -131,6 +140,7 @@ class Conversation:
     states: Tensor
     next_ids: Tensor
     best_kept_ids: Tensor | None = None
+    normed: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,25 +151,17 @@ class Row:
     conversations: tuple[Conversation, ...]
 
 
-def split_row(
-    epoch: int,
-    sample_ids: Sequence[int],
-    lengths: Sequence[int],
-    input_ids: Tensor,
-    loss_mask: Tensor,
-    states: Tensor,
-    next_ids: Tensor,
-    best_kept_ids: Tensor | None,
-) -> Row:
+def split_row(epoch: int, sample_ids: Sequence[int], lengths: Sequence[int], whole: Conversation) -> Row:
     """A packed row, cut where its conversations end.
 
     Args:
         sample_ids, lengths: of its conversations, in row order.
-        input_ids, loss_mask, states, next_ids, best_kept_ids: as in `Conversation`, [S, ...] over the whole row.
+        whole: its columns over the whole row.
     """
-    cut = [tensor.cpu().split(list(lengths)) for tensor in (input_ids, loss_mask, states, next_ids)]
-    kept = [None] * len(lengths) if best_kept_ids is None else best_kept_ids.cpu().split(list(lengths))
-    return Row(epoch, tuple(Conversation(*parts) for parts in zip(sample_ids, *cut, kept, strict=True)))
+    columns = {f.name: getattr(whole, f.name) for f in fields(whole) if f.name != "sample_id"}
+    cut = {name: c.cpu().split(list(lengths)) for name, c in columns.items() if c is not None}
+    parts: list[dict[str, Any]] = [{name: pieces[i] for name, pieces in cut.items()} for i in range(len(lengths))]
+    return Row(epoch, tuple(Conversation(i, **part) for i, part in zip(sample_ids, parts, strict=True)))
 
 
 def draw_anchors(loss_mask: Tensor, sample_id: int, epoch: int, seed: int, budget: int) -> list[int]:
@@ -199,6 +201,7 @@ def capture(
         states=output.states(drafter.view.target_layer_ids).cpu(),
         next_ids=output.next_ids.cpu(),
         best_kept_ids=None if drafter.kept_ids is None else output.best_of(drafter.kept_ids).cpu(),
+        normed=output.normed.cpu(),
     )
 
 
@@ -218,7 +221,7 @@ class Counts:
         slots, right, right_in_data, run, reached: [P], see section 6.
         blocks: blocks with a supervised slot.
         tokens: tokens of the conversations.
-        loss_sum: weighted cross entropy in nats; weight_sum: the weights.
+        loss_sum: weighted distances; weight_sum: the weights; lost_mass: of the slots, what `loss.top_k` cuts off.
     """
 
     slots: tuple[int, ...]
@@ -230,6 +233,7 @@ class Counts:
     tokens: int
     loss_sum: float
     weight_sum: float
+    lost_mass: float = 0.0
 
     def __add__(self, other: Counts) -> Counts:
         summed: dict[str, Any] = {}
@@ -257,7 +261,7 @@ class Spoken:
     Attributes:
         slots: (index of the anchor, slot, position predicted) of each, block by block.
         ids: [n] the tokens said; gaps: [n] distance of the two best logits.
-        loss: scalar, sum of weight * cross entropy, with a gradient where the weights want one.
+        loss: scalar, sum of weight * distance, with a gradient where the weights want one.
     """
 
     slots: list[tuple[int, int, int]]
@@ -278,16 +282,24 @@ def speak(drafter: ReferenceDrafter, item: Conversation, anchors: Sequence[int],
     next_ids, data_ids = item.next_ids[position - 1], item.input_ids[position]
     taught = next_ids if item.best_kept_ids is None else item.best_kept_ids[position - 1]
     labels = drafter.rows_of(taught if loss.labels == "target" else data_ids)
-    weights = torch.tensor(naive_weights(view.block_size, gamma, view.first), dtype=torch.float64)[place]
-
     logits_nV = drafter.logits(block_outputs(drafter, item.input_ids, item.states, anchors)[block, place])
-    nats = logits_nV.logsumexp(-1) - logits_nV.gather(1, labels[:, None])[:, 0]
-    loss_sum = (weights * nats).sum()
+    teacher_nV, lost = None, 0.0
+    if loss.kl or loss.tv:
+        assert item.normed is not None, "a distribution is taught"
+        teacher_nV, lost_n = best_alone(drafter.logits(item.normed[position - 1].double()).softmax(-1), loss.top_k)
+        lost = float(lost_n.sum())
+    distance_n, nats_n = naive_distances(logits_nV, labels, teacher_nV, (loss.ce, loss.kl, loss.tv))
+    if loss.weights == "dpace":
+        weights = naive_dpace(block.tolist(), (-nats_n.detach()).exp().tolist(), loss.dpace_alpha)
+    else:
+        weights = torch.tensor(naive_weights(view.block_size, gamma, view.first), dtype=torch.float64)[place]
+    loss_sum = (weights * distance_n).sum()
     ids, gaps = said(drafter, logits_nV)
     counts = replace(
         _count(slots, (ids == next_ids).tolist(), (ids == data_ids).tolist(), nothing),
         loss_sum=loss_sum.item(),
         weight_sum=weights.sum().item(),
+        lost_mass=lost,
     )
     return Spoken(slots, ids, gaps, loss_sum, counts)
 
@@ -369,53 +381,6 @@ def clip(gradients: Mapping[str, Tensor], clip_norm: float) -> dict[str, Tensor]
     return {name: gradient * factor for name, gradient in gradients.items()}
 
 
-def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Rate of the update number `step`, from 0."""
-    warmup = round(optim.warmup_fraction * total_steps)
-    if step < warmup:
-        return optim.learning_rate * (step + 1) / (warmup + 1)
-    share = (step - warmup) / max(1, total_steps - 1 - warmup)
-    fall = (1 + math.cos(math.pi * share)) / 2
-    return optim.learning_rate * (optim.final_fraction + (1 - optim.final_fraction) * fall)
-
-
-@dataclass(frozen=True, eq=False)
-class Moment:
-    """What AdamW remembers of one parameter: running means of gradient and squared gradient, and its updates."""
-
-    mean: Tensor
-    square: Tensor
-    updates: int
-
-    @staticmethod
-    def zero(weight: Tensor) -> Moment:
-        """Before the first update."""
-        return Moment(torch.zeros_like(weight), torch.zeros_like(weight), 0)
-
-
-def moments_of(tensors: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Moment]:
-    """Moments in float64 from a checkpoint's `<parameter>.exp_avg`, `.exp_avg_sq` and `.step`; zero where none is."""
-    return {
-        name: Moment(
-            tensors[f"{name}.exp_avg"].double().cpu(),
-            tensors[f"{name}.exp_avg_sq"].double().cpu(),
-            int(tensors[f"{name}.step"]),
-        )
-        if f"{name}.step" in tensors
-        else Moment.zero(weight)
-        for name, weight in weights.items()
-    }
-
-
-def adamw(weight: Tensor, gradient: Tensor, moment: Moment, rate: float, optim: OptimConfig) -> tuple[Tensor, Moment]:
-    """One update of one parameter by its clipped gradient (Loshchilov and Hutter, arXiv 1711.05101)."""
-    updates = moment.updates + 1
-    mean = optim.beta1 * moment.mean + (1 - optim.beta1) * gradient
-    square = optim.beta2 * moment.square + (1 - optim.beta2) * gradient.square()
-    direction = mean / (1 - optim.beta1**updates) / ((square / (1 - optim.beta2**updates)).sqrt() + _ADAM_EPS)
-    return weight - rate * optim.weight_decay * weight - rate * direction, Moment(mean, square, updates)
-
-
 @dataclass(frozen=True, eq=False)
 class StepOutcome:
     """One whole step: its gradient, the rate, and weights and moments after it."""
@@ -444,7 +409,7 @@ def train_step(
     rate = learning_rate(step, total_steps, config.optim)
     weights, after = dict(drafter.weights), dict(moments)
     for name, clipped in clip(gradient.gradients, config.optim.clip_norm).items():
-        weights[name], after[name] = adamw(weights[name], clipped, after[name], rate, config.optim)
+        weights[name], after[name] = moved(weights[name], clipped, after[name], rate, config.optim)
     return StepOutcome(gradient, rate, weights, after)
 
 
@@ -462,7 +427,7 @@ def figures(counts: Counts, loss: LossConfig) -> Figures:
         "data_accuracy": _ratio(sum(counts.right_in_data), sum(counts.slots)),
         "accuracy_by_position": [_ratio(*pair) for pair in zip(counts.right, counts.slots, strict=True)],
         "conditional_accuracy_by_position": [_ratio(*pair) for pair in zip(counts.run, counts.reached, strict=True)],
-    }
+    } | ({} if loss.top_k is None else {"lost_mass": counts.lost_mass / max(1, sum(counts.slots))})
 
 
 def _ratio(numerator: float, denominator: float) -> float | None:

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from draftline.audit import formats, oracle
+from draftline.audit import formats, oracle, oracle_update
 from draftline.audit.comparison import text_of
 from draftline.audit.life import MemoryConversations
 from draftline.audit.probe import Probe
@@ -135,7 +135,7 @@ def _wrong_rates(run: Run) -> Problem | None:
     """The learning rate of every update of the whole run."""
     total, optim = run.sampler.total_steps, run.config.optim
     for step in np.unique(np.linspace(0, total - 1, min(total, _MOST_RATES)).astype(int)).tolist():
-        found, wanted = run.drafter.learning_rate(step), oracle.learning_rate(step, total, optim)
+        found, wanted = run.drafter.learning_rate(step), oracle_update.learning_rate(step, total, optim)
         if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-15):
             return Problem(
                 f"update {step} of {total} has the rate {found:.6g}, by the recipe {wanted:.6g}",

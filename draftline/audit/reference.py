@@ -253,3 +253,52 @@ def visible(query: int, key: int, key_block: int | None, place: BlockPlace, caus
 def naive_weights(block_size: int, gamma: float, first: int) -> list[float]:
     """exp(-(k - first) / gamma) for each slot; 0 before the first that predicts."""
     return [0.0 if k < first else math.exp(-(k - first) / gamma) for k in range(block_size)]
+
+
+def naive_dpace(blocks: Sequence[int], confidences: Sequence[float], alpha: float) -> Tensor:
+    """D-PACE weights (arXiv 2605.18810), [n] float64, by its formula.
+
+    Args:
+        blocks, confidences: of each supervised slot, block after block: which one, and how sure the drafter is of the
+            label.
+    """
+    weights = []
+    for slot, block in enumerate(blocks):
+        weight, product = 0.0, 1.0
+        for other in (i for i, same in enumerate(blocks) if same == block):
+            product *= (1 - alpha) * confidences[other] + alpha
+            weight += product if other >= slot else 0.0
+        weights.append(weight)
+    return torch.tensor(weights, dtype=torch.float64)
+
+
+def best_alone(probabilities_nV: Tensor, top_k: int | None) -> tuple[Tensor, Tensor]:
+    """A distribution of its K best tokens, and those as good as the last, scaled to sum 1; and [n] what is lost.
+
+    None: as it is.
+    """
+    if top_k is None or top_k >= probabilities_nV.shape[1]:
+        return probabilities_nV, torch.zeros(len(probabilities_nV), dtype=probabilities_nV.dtype)
+    least = probabilities_nV.sort(dim=-1, descending=True).values[:, top_k - 1 : top_k]
+    kept = torch.where(probabilities_nV >= least, probabilities_nV, 0.0)
+    return kept / kept.sum(-1, keepdim=True), 1.0 - kept.sum(-1)
+
+
+def naive_distances(
+    logits_nV: Tensor, labels_n: Tensor, teacher_nV: Tensor | None, shares: tuple[float, float, float]
+) -> tuple[Tensor, Tensor]:
+    """Mixture of the distances of what is said from what is taught, [n], and the cross entropy with the labels alone.
+
+    Args:
+        teacher_nV: probabilities of the target; None where labels alone are taught.
+        shares: of cross entropy, of KL(target || drafter), and of the total variation.
+    """
+    logs_nV = logits_nV.log_softmax(-1)
+    nats_n = -logs_nV.gather(1, labels_n[:, None])[:, 0]
+    ce, kl, tv = shares
+    distance_n = ce * nats_n
+    if teacher_nV is not None:
+        relative_n = (torch.special.xlogy(teacher_nV, teacher_nV) - teacher_nV * logs_nV).sum(-1)
+        variation_n = (logs_nV.exp() - teacher_nV).abs().sum(-1) / 2
+        distance_n = distance_n + kl * relative_n + tv * variation_n
+    return distance_n, nats_n

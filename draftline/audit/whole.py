@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftline.audit import guards, oracle
+from draftline.audit import guards, oracle, oracle_update
 from draftline.audit.comparison import Difference, Judge, is_narrow, text_of
 from draftline.audit.drafter_reference import drafter_of
 from draftline.audit.life import (
@@ -132,7 +132,7 @@ def _log(life: Life, judge: Judge) -> None:
         of_step = judge.steps[step - 1]
         figures |= {
             "tokens": sum(one.tokens for one in judge.counts[:step]),
-            "learning_rate": oracle.learning_rate(step - 1, total, life.run.config.optim),
+            "learning_rate": oracle_update.learning_rate(step - 1, total, life.run.config.optim),
             "grad_norm": None if of_step.result is None else of_step.result.grad_norm,
         }
         unlike = next((name for name, value in figures.items() if not _near(line.get(name), value, 1e-6)), None)

@@ -97,8 +97,7 @@ def slot_loss_sum(
             teacher_mV, lost_m1 = _distribution(slots.teacher(chunk).detach(), loss.top_k, table_mV.dtype)
             lost_mass += lost_m1.sum()
             table_mV.div_(normaliser_m1)
-            far_m1 = total_m1 - (teacher_mV * scores_mV).sum(1, keepdim=True)
-            distance_m1 = _distance(table_mV, teacher_mV, nats_m1, far_m1, loss)
+            distance_m1 = _distance(table_mV, teacher_mV, nats_m1, scores_mV - total_m1, loss)
             loss_sum += (distance_m1 * weights_m1).sum()
             table_mV = _slopes(table_mV, teacher_mV, labels_m1, loss).mul_(weights_m1)
         if wants_gradient:
@@ -141,16 +140,18 @@ def _distribution(logits_mV: Tensor, top_k: int | None, dtype: torch.dtype) -> t
     whole_mV = logits_mV.to(dtype).softmax(dim=-1)
     if top_k is None or top_k >= whole_mV.shape[1]:
         return whole_mV, whole_mV.new_zeros(len(whole_mV), 1)
-    kept_mK, best_mK = whole_mV.topk(top_k, dim=-1)
-    sum_m1 = kept_mK.sum(dim=-1, keepdim=True)
-    return torch.zeros_like(whole_mV).scatter_(1, best_mK, kept_mK / sum_m1), 1.0 - sum_m1
+    least_m1 = whole_mV.topk(top_k, dim=-1).values[:, -1:]
+    whole_mV.masked_fill_(whole_mV < least_m1, 0.0)  # those as likely as the last one stay
+    sum_m1 = whole_mV.sum(dim=-1, keepdim=True)
+    return whole_mV.div_(sum_m1), 1.0 - sum_m1
 
 
-def _distance(said_mV: Tensor, teacher_mV: Tensor, nats_m1: Tensor, far_m1: Tensor, loss: LossConfig) -> Tensor:
-    """Mixture of the three distances, [m, 1]; `far_m1` is the cross entropy of the drafter under the target."""
+def _distance(said_mV: Tensor, teacher_mV: Tensor, nats_m1: Tensor, logs_mV: Tensor, loss: LossConfig) -> Tensor:
+    """Mixture of the three distances, [m, 1]; `logs_mV` are the logarithms of what is said."""
     distance_m1 = loss.ce * nats_m1
     if loss.kl:
-        distance_m1 = distance_m1 + loss.kl * (far_m1 - torch.special.entr(teacher_mV).sum(1, keepdim=True))
+        entropy_m1 = torch.special.entr(teacher_mV).sum(1, keepdim=True)
+        distance_m1 = distance_m1 - loss.kl * ((teacher_mV * logs_mV).sum(1, keepdim=True) + entropy_m1)
     if loss.tv:
         distance_m1 = distance_m1 + loss.tv * (1.0 - torch.minimum(said_mV, teacher_mV).sum(1, keepdim=True))
     return distance_m1

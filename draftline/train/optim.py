@@ -100,7 +100,8 @@ class Muon(Optimizer):
             if matrix.grad is not None:
                 by_shape.setdefault((min(matrix.shape), max(matrix.shape)), []).append(matrix)
         for matrices in by_shape.values():
-            self._move(matrices, group)
+            with torch.autocast(matrices[0].device.type, enabled=False):  # a step of the drafter may run inside of it
+                self._move(matrices, group)
         return None
 
     def _move(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:

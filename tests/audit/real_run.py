@@ -33,6 +33,10 @@ LAYOUTS = {
     "reduced": ("drafter.draft_vocab_size=12",),
     "data-labels": ("loss.labels=data", "loss.decay_gamma=1.5"),
     "by-weights": ("loss.denominator=weights", "train.rows_per_step=3", "optim.weight_decay=0.1"),
+    "muon": ("optim.name=muon", "optim.muon_learning_rate=0.02", "optim.muon_weight_decay=0.3"),
+    "dpace": ("loss.weights=dpace", "loss.dpace_alpha=0.3", "loss.denominator=weights"),
+    "kl": ("loss.ce=0", "loss.kl=1", "drafter.draft_vocab_size=12"),
+    "dspark": ("loss.ce=0.1", "loss.tv=0.9", "loss.top_k=9", "loss.weights=dpace", "optim.name=muon"),
     "states-sent": ("pipeline.send=last_hidden", "optim.clip_norm=0.05", "train.seed=7"),
 }
 """What the runs of the tests differ in; all have two or more rows a step, and passes that end inside a step."""
@@ -113,16 +117,16 @@ def recorded_row(run: RealRun, reference: ReferenceDrafter, batch: PackedBatch, 
     if run.target.dtype != torch.float32:  # ties are frequent, and are decided otherwise in a batch
         assert batch.target_ids is not None
         next_ids = batch.target_ids[0]
-    return split_row(
-        batch.epoch,
-        batch.sample_ids,
-        batch.document_ids[0].bincount().tolist(),
+    whole = Conversation(
+        -1,
         batch.input_ids[0],
         batch.loss_mask[0],
         batch.hidden_states_packed[0],
         next_ids,
         torch.cat(kept) if kept else None,
+        torch.cat([item.normed for item in alone if item.normed is not None]),
     )
+    return split_row(batch.epoch, batch.sample_ids, batch.document_ids[0].bincount().tolist(), whole)
 
 
 def planned_row(run: RealRun, reference: ReferenceDrafter, epoch: int, ids: Sequence[int], samples: Samples) -> Row:

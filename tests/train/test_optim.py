@@ -124,6 +124,16 @@ def test_muon_is_torchs_up_to_the_bfloat16_that_torch_iterates_in(nesterov: bool
         assert (found - wanted).norm() < (0.02 if "norm" not in name else 1e-6) * moved, name
 
 
+def test_autocast_does_not_reach_the_updates() -> None:
+    one, other = tiny_drafter(), tiny_drafter()
+    for model, low in ((one, True), (other, False)):
+        optimizer = build_optimizer(model, MUON)
+        with torch.autocast("cpu", torch.bfloat16, enabled=low):
+            update(model, optimizer, 0)
+    for (name, left), right in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(left, right), name
+
+
 def _gradients(model: nn.Module, seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(parameter.shape, generator=generator) for parameter in model.parameters()]

@@ -52,6 +52,11 @@ HYBRID = {
     "linear_value_head_dim": 16,
 }
 
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "optim": {"name": "muon", "muon_nesterov": False},
+    "loss": {"ce": 0.2, "kl": 0.5, "tv": 0.3, "top_k": 9, "weights": "dpace", "denominator": "weights"},
+}
+
 CLEAN: dict[str, Recipe] = {
     "qwen3": Recipe(),
     "qwen3, tied head": Recipe(target=qwen3(tie_word_embeddings=True)),
@@ -80,6 +85,15 @@ CLEAN: dict[str, Recipe] = {
     "last hidden states are sent": Recipe(settings={"pipeline": {"send": "last_hidden"}}),
     "labels from the data": Recipe(settings={"loss": {"labels": "data"}}),
     "divided by the weights": Recipe(settings={"loss": {"denominator": "weights"}}),
+    "Muon": Recipe(settings={"optim": {"name": "muon", "muon_learning_rate": 3e-3}}),
+    "D-PACE weights": Recipe(settings={"loss": {"weights": "dpace"}}),
+    "KL to the target": Recipe(settings={"loss": {"ce": 0.0, "kl": 1.0}}),
+    "DSpark's mixture": Recipe(settings={"loss": {"ce": 0.1, "tv": 0.9}}),
+    "Muon, D-PACE, all distances, a cut": Recipe(settings=EVERYTHING),
+    "the same, reduced vocabulary": Recipe(settings={**EVERYTHING, "drafter": {"draft_vocab_size": 64}}),
+    "D-PACE, data labels, anchor predicts": Recipe(
+        settings={"loss": {"weights": "dpace", "labels": "data"}, **_drafter(sample_from_anchor=True)}
+    ),
     "dense attention": Recipe(settings={"train": {"attention": "dense"}}),
     "a chat template": Recipe(data="chats"),
     "chats that were prepared": Recipe(data="rows"),
@@ -110,6 +124,8 @@ LOW: dict[str, tuple[str, str]] = {
     "llama 3 rotary scaling": PRECISIONS["bfloat16 target"],
     "blocks of 16": PRECISIONS["bfloat16 products"],
     "reduced vocabulary": PRECISIONS["bfloat16"],
+    "Muon, D-PACE, all distances, a cut": PRECISIONS["bfloat16"],
+    "the same, reduced vocabulary": PRECISIONS["bfloat16 target"],
     "qwen3, tied head": PRECISIONS["float16 target"],
 }
 """A few for the quick suite: those in which near ties once were taken for faults."""
