@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from draftline.data.conversations import Conversation, Message, hash_json
+from draftline.data.shapes import KNOWN_LAYOUTS
 from draftline.errors import DataError
 
 META_FILE, REPORT_FILE = "meta.json", "report.json"
@@ -34,7 +35,6 @@ MOST_LABELS = 50
 _UNREADABLE = frozenset({"not_json", "not_utf8", "not_an_object", "damaged_file", "nul_character", "lone_surrogate"})
 
 _FIXES = {
-    "no_assistant": "add --regenerate",
     "all_supervision_truncated": "raise --max-length, or cut the other side with --truncation left",
     "too_few_supervised_tokens": "lower --min-supervised",
     "has_image": "add --strip-images to train on the text alone",
@@ -49,6 +49,8 @@ _FIXES = {
     "damaged_file": "get the file again",
 }
 """What to do where no row is left, by the commonest reason."""
+
+_COLUMNS_NAMED = 8
 
 _LENGTHS = tuple(2**power for power in range(7, 16))
 
@@ -98,6 +100,8 @@ class Accounting:
     scripts: Counter[str] = field(default_factory=Counter)
     lengths: Counter[str] = field(default_factory=Counter)
     turns: Counter[str] = field(default_factory=Counter)
+    unread: Counter[str] = field(default_factory=Counter)
+    """Rows that have each column that was not read."""
 
     def keep(self, length: int, supervised: int, conversation: Conversation | None) -> None:
         """Count a row that is kept."""
@@ -143,7 +147,7 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
         raise DataError("the data holds no row: give a file with at least one conversation")
     if accounting.rows_out == 0:
         most = max(accounting.dropped, key=lambda reason: accounting.dropped[reason]["count"])
-        fix = _FIXES.get(most.partition(":")[0], "fix these lines")
+        fix = _fix(most.partition(":")[0], accounting)
         raise DataError(f"none of {accounting.rows_in} rows can be used ({counts}): {fix}")
     damaged = accounting.dropped.get("damaged_file")
     if damaged is not None and max_unreadable < 1:
@@ -162,6 +166,21 @@ def refuse_bad_data(accounting: Accounting, *, strict: bool, max_unreadable: flo
             f"{unreadable} of {accounting.rows_in} rows are unreadable, more than {max_unreadable:.1%} ({counts}); "
             "fix the file, or raise --max-unreadable"
         )
+
+
+def _fix(reason: str, accounting: Accounting) -> str:
+    """What to do where no row is left for a reason."""
+    if reason == "no_assistant":
+        named = ", ".join(name for name, _ in accounting.unread.most_common(_COLUMNS_NAMED))
+        if not named:
+            return "add --regenerate"
+        return (
+            f"the columns {named} are not read (known are {KNOWN_LAYOUTS}): "
+            "rename the one that holds the answers to response, or let the target write them: add --regenerate"
+        )
+    if reason == "unknown_shape":
+        return f"known are {KNOWN_LAYOUTS}; docs/guide/data.md lists all"
+    return _FIXES.get(reason, "fix these lines")
 
 
 def length_bucket(length: int) -> str:

@@ -123,10 +123,16 @@ class Conversation(_Strict):
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation, or prompts without answers; `notes` are reasons of the `flagged` table."""
+    """A conversation, or prompts without answers.
+
+    Attributes:
+        notes: reasons of the `flagged` table.
+        unread: columns of the row, and fields of its messages, that were not read.
+    """
 
     conversation: Conversation
     notes: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -230,6 +230,8 @@ class Preparation:
         if known and self.options.deduplicate:
             return Unusable("duplicate")
         parsed = parse_row(raw.value, strip_images=self.options.strip_images)
+        if isinstance(parsed, Chat):
+            self.accounting.unread.update(parsed.unread)
         return usable(self.template, parsed, answered_later=self._answerer is not None)
 
     def _answer(self, rows: list[ParsedRow]) -> list[ParsedRow]:
@@ -342,12 +344,14 @@ class Preparation:
     def report(self) -> dict[str, Any]:
         """The accounting with the shares that people ask for."""
         counts = self.accounting.as_state()
+        unread = counts.pop("unread")
         duplicates = counts["dropped"].get("duplicate", {"count": 0})["count"]
         return {
             **counts,
             "supervising": {"answers": "assistant answers", "last": "last assistant answer", "all": "all text"}[
                 self.options.mask.supervise
             ],
+            "columns_not_read": {name: count / counts["rows_in"] for name, count in unread.items()},
             "supervised_share": counts["supervised_tokens"] / counts["tokens"],
             "duplicate_share": duplicates / counts["rows_in"],
             "heldout_prompts": len(self.heldout.hashes),
@@ -399,7 +403,7 @@ def usable(template: ChatTemplate, parsed: ParsedRow, *, answered_later: bool) -
         return _with_answers(parsed, conversation)
     if not any(message.role == "user" for message in messages):
         return Unusable("no_user" if messages else "empty")
-    return Chat(conversation, parsed.notes)
+    return replace(parsed, conversation=conversation)
 
 
 def _with_answers(chat: Chat, answered: Conversation | Unusable) -> Chat | Unusable:
@@ -413,7 +417,7 @@ def _with_answers(chat: Chat, answered: Conversation | Unusable) -> Chat | Unusa
         return Unusable("no_assistant")
     if not any(message.content or message.reasoning_content or message.tool_calls for message in answers):
         return Unusable("all_answers_empty")
-    return Chat(answered, chat.notes)
+    return replace(chat, conversation=answered)
 
 
 def _special_pattern(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:

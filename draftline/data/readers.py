@@ -204,10 +204,51 @@ def _unpacked(file: io.BufferedReader) -> Read:
 def _read_parquet(path: Path, done: int) -> Iterator[RawRow]:
     size, file = path.stat().st_size, pq.ParquetFile(path)
     total, line = max(1, file.metadata.num_rows), 0
+    types = {column.name: column.type for column in file.schema_arrow}
     for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
         for value in batch.to_pylist():
             line += 1
-            yield RawRow(str(path), line, value, bytes_read=done + size * line // total)
+            row = {name: _from_table(item, types[name]) for name, item in value.items()}
+            yield RawRow(str(path), line, row, bytes_read=done + size * line // total)
+
+
+def _from_table(value: Any, kind: Any) -> Any:
+    """A value of a table without what only its structure adds.
+
+    A table gives all rows the same fields, and fills those that a row has not with nulls; these go. JSON in a column of
+    that type is the user's, and keeps its nulls.
+    """
+    if value is None:
+        return None
+    if getattr(kind, "extension_name", "") == "arrow.json" and isinstance(value, str | bytes):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    if isinstance(kind, pa.BaseExtensionType):
+        return _from_table(value, kind.storage_type)
+    if pa.types.is_struct(kind):
+        fields = {field.name: field.type for field in kind}
+        return {name: _from_table(item, fields[name]) for name, item in value.items() if item is not None}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_from_table(item, kind.value_type) for item in value]
+    return value
+
+
+def _from_features(value: Any, feature: Any) -> Any:
+    """As `_from_table`, by the features of a Hugging Face data set; unknown ones count as structure."""
+    if type(feature).__name__ == "Json":
+        try:
+            return json.loads(value) if isinstance(value, str | bytes) else value
+        except (ValueError, RecursionError):
+            return value
+    if isinstance(value, dict):
+        known = feature if isinstance(feature, dict) else {}
+        return {name: _from_features(item, known.get(name)) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
+        return [_from_features(item, inner) for item in value]
+    return value
 
 
 def _read_dataset(source: str | Path, split: str, subset: str | None, done: int) -> Iterator[RawRow]:
@@ -223,8 +264,10 @@ def _read_dataset(source: str | Path, split: str, subset: str | None, done: int)
                 loaded = loaded[split]
         else:
             loaded = datasets.load_dataset(source, subset, split=split, streaming=True)
+        features = dict(loaded.features or {})
         for line, value in enumerate(loaded, start=1):
-            yield RawRow(str(source), line, value, bytes_read=done)
+            row = {name: _from_features(item, features.get(name)) for name, item in value.items()}
+            yield RawRow(str(source), line, row, bytes_read=done)
     except (OSError, ValueError, KeyError, pa.ArrowException, datasets.exceptions.DatasetsError) as error:
         # The library ends its messages with the name of an exception in brackets.
         reason = re.sub(r" \(\w+\)$", "", " ".join(str(error).split())[:200])
@@ -308,7 +351,7 @@ class _Values:
         self._utf8 = codecs.getincrementaldecoder("utf-8")()
         self.consumed = begun or read(_CHUNK)
         """All bytes read until `are_lines` has told what they are."""
-        self._first = True
+        self._first, self._inside = True, False
         self._text, self._at, self._line = "", 0, 1
         self._ended = not self.consumed
 
@@ -330,19 +373,18 @@ class _Values:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         """Values with the line on which each begins; raises `_Broken` where no further one can be read."""
-        inside = False
         while True:
-            self._skip(_GAP_OR_COMMA if inside else _GAP)
+            self._skip(_GAP_OR_COMMA if self._inside else _GAP)
             begin = self._text[self._at : self._at + 1]
             if not begin:
-                if inside:
-                    raise _Broken("not_json", self._line)
+                if self._inside:
+                    raise _Broken("damaged_file", self._line)
                 return
-            if inside and begin == "]":
-                inside = False
+            if self._inside and begin == "]":
+                self._inside = False
                 self._at += 1
-            elif not inside and begin == "[" and self._is_array_of_rows():
-                inside = True
+            elif not self._inside and begin == "[" and self._is_array_of_rows():
+                self._inside = True
                 self._at += 1
             else:
                 value, end = self._value(self._at)
@@ -371,7 +413,9 @@ class _Values:
                 open_ended = str(error).startswith("Unterminated") or place >= len(self._text) - _LONGEST_LITERAL
                 if open_ended and self._more():
                     continue
-                raise _Broken("not_json" if open_ended else "damaged_file", self._line) from None
+                # How much an array that was cut has lost cannot be told; a last value that was cut is one row.
+                cut = open_ended and not self._inside
+                raise _Broken("not_json" if cut else "damaged_file", self._line) from None
             if end < len(self._text) or not self._more():
                 return value, end
 

@@ -16,7 +16,7 @@ import httpx
 
 from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted
 from draftline.data.conversations import Conversation, Unusable
-from draftline.data.shapes import BadRow, parse_call
+from draftline.data.messages import BadRow, parse_call
 from draftline.errors import ServerError
 from draftline.options import ServerSettings
 from draftline.progress import OnProgress

@@ -155,6 +155,15 @@ def test_strict_and_unreadable_limits(tmp_path: Path) -> None:
     assert not (tmp_path / "out" / "meta.json").exists()
 
 
+def test_columns_that_are_not_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the columns answer, id are not read .*rename .* or .* --regenerate"):
+        run(tmp_path, [{"question": "Q", "answer": "A", "id": 1}])
+    with pytest.raises(DataError, match=r"unknown_shape: id, b 1.*known are messages"):
+        run(tmp_path, [{"id": 1, "b": 2}])
+    report = run(tmp_path, [{**row("a"), "score": 1}, row("b")])
+    assert report["columns_not_read"] == {"score": 0.5}
+
+
 def test_heldout_prompts_never_occur_in_training(tmp_path: Path) -> None:
     rows = [row(f"question {n % 50}", f"answer {n}") for n in range(200)]
     random.Random(0).shuffle(rows)

@@ -16,7 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from draftline.data import readers
+from draftline.data.conversations import Chat
 from draftline.data.readers import read_json_rows, read_rows, resolve_sources, total_bytes
+from draftline.data.shapes import parse_row
 from draftline.errors import DataError
 
 ROWS = [{"messages": [{"role": "user", "content": f"é {n}"}]} for n in range(5)]
@@ -54,6 +56,35 @@ MANY = "".join(json.dumps({"text": f"{n * n} {n % 7}"}) + "\n" for n in range(20
 def test_text_in_all_packings(tmp_path: Path, name: str, content: bytes) -> None:
     (tmp_path / name).write_bytes(content)
     assert values(tmp_path / name) == ROWS
+
+
+CALL = {"function": {"name": "ls", "arguments": {"path": "/tmp"}}}
+FILLED = [
+    {"messages": [{"role": "user", "content": "go"}, {"role": "assistant", "tool_calls": [CALL]}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1, "b": 2}}}]}]},
+]
+"""Rows of which a table makes one structure: every call gets all three arguments."""
+
+
+def test_nulls_that_a_table_fills_in_are_no_arguments(tmp_path: Path) -> None:
+    pq.write_table(pa.Table.from_pylist(FILLED), tmp_path / "rows.parquet")
+    assert pq.read_table(tmp_path / "rows.parquet").to_pylist() != FILLED
+    assert values(tmp_path / "rows.parquet") == FILLED
+    datasets.Dataset.from_list(FILLED).save_to_disk(tmp_path / "saved")
+    assert [row.value for row in read_rows([tmp_path / "saved"])] == FILLED
+
+
+def test_nulls_in_a_json_column_stay(tmp_path: Path) -> None:
+    tools = [{"name": "f", "parameters": {"default": None, "enum": ["mon", None]}}]
+    messages = [{"role": "user", "content": "go"}, {"role": "assistant", "content": None}]
+    kind = pa.list_(pa.json_())
+    columns = {
+        name: pa.array([[json.dumps(item) for item in items]], pa.list_(pa.string())).cast(kind)
+        for name, items in (("messages", messages), ("tools", tools))
+    }
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    assert values(tmp_path / "rows.parquet") == [{"messages": messages, "tools": tools}]
+    assert isinstance(parse_row(values(tmp_path / "rows.parquet")[0]), Chat)
 
 
 def test_parquet_and_saved_dataset(tmp_path: Path) -> None:
@@ -229,9 +260,9 @@ def test_a_list_of_messages_or_texts_is_one_row(chat: list[Any]) -> None:
     ("text", "faults"),
     [
         ('[{"text": "a"}, {"text": b}, {"text": "c"}]', [None, "damaged_file"]),
-        ('[\n{"text": "a"},\n{"text": "b', [None, "not_json"]),
+        ('[\n{"text": "a"},\n{"text": "b', [None, "damaged_file"]),
         ('[{"text": "a"}]\nxxx', [None, "not_json"]),
-        ('[{"text": "a"}', [None, "not_json"]),
+        ('[{"text": "a"}', [None, "damaged_file"]),
         ('[{"text": b\n{"text": "a"}', ["not_json", None]),
         ('{"messages": [{"role": "us\n{"text": "a"}\n', ["not_json", None]),
         ('{"text": "a"} {"text": "b"}\n{"text": "c"}\n', ["not_json", None]),

@@ -6,6 +6,9 @@ from draftline.data.conversations import Chat, FormattedText, TokenRow, Unusable
 from draftline.data.shapes import parse_row
 
 USER, ANSWER = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}
+DEEP: list[object] = [{"name": "f", "parameters": {}}]
+for _ in range(480):
+    DEEP = [{"name": "f", "parameters": {"a": DEEP}}]
 HI_YO = [("user", "hi"), ("assistant", "yo")]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -37,6 +40,25 @@ def said(row: object) -> list[tuple[str, str]]:
         {"prompt": "hi", "chosen": [USER, ANSWER], "rejected": [USER]},
         {"instruction": "hi", "input": "", "output": "yo"},
         {"turns": [USER, ANSWER]},
+        {"messages": {"role": ["user", "assistant"], "content": ["hi", "yo"]}},
+        {"messages": [json.dumps(USER), json.dumps(ANSWER)]},
+        {"chosen": [USER, ANSWER], "rejected": [USER]},
+        {"question": "hi", "chosen": "yo", "rejected": "no"},
+        {"query": "hi", "response": "yo"},
+        {"problem": "hi", "generated_solution": "yo"},
+        {"problem": "hi", "solution": "yo"},
+        {"prompt": "hi", "responses": ["yo", "no"]},
+        {"prompt": "hi", "generation": "yo"},
+        {"inputs": "hi", "targets": "yo"},
+        {"user": "hi", "assistant": "yo"},
+        {"human": "hi", "bot": "yo"},
+        {"instruction": "hi", "response": "yo"},
+        {"instruction": "hi", "demonstration": "yo"},
+        {"data": ["hi", "yo"]},
+        {"input": [USER], "output": "yo"},
+        {"prompt": "hi", "completion": {"role": "assistant", "content": "yo"}},
+        {"messages": [USER, {"role": "assistant", "content": None, "refusal": "yo"}]},
+        {"messages": [USER, {**ANSWER, "audio": None, "annotations": [], "function_call": None, "tool_calls": []}]},
     ],
 )
 def test_dialects_of_one_conversation(row: object) -> None:
@@ -142,6 +164,130 @@ def test_tools_in_any_form(tools: object) -> None:
     assert parsed.conversation.tools == (TOOL,)
 
 
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"finish_reason": "length"}, "length"),
+        ({"stop_reason": "max_tokens"}, "length"),
+        ({"stop_reason": "end_turn"}, None),
+        ({"finish_reason": "stop"}, "stop"),
+    ],
+)
+def test_an_answer_that_a_row_calls_cut_is_cut(fields: dict[str, str], reason: str | None) -> None:
+    in_row = parse_row({"messages": [USER, ANSWER, USER, ANSWER], **fields})
+    in_message = parse_row({"messages": [USER, {**ANSWER, **fields}]})
+    beside = parse_row({"prompt": "hi", "completion": "yo", **fields})
+    for parsed in (in_row, in_message, beside):
+        assert isinstance(parsed, Chat)
+        last = parsed.conversation.messages[-1].finish_reason
+        assert last == reason or (reason == "stop" and last is None)
+        assert all(message.finish_reason is None for message in parsed.conversation.messages[:-1])
+
+
+def test_a_switch_is_no_thought_and_its_column_is_named() -> None:
+    parsed = parse_row({"input": [USER], "output": "yo", "reasoning": "on", "score": 3})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.messages[-1].reasoning_content is None
+    assert parsed.unread == ("reasoning", "score")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"reasoning": {"text": "why"}},
+        {"reasoning_details": [{"type": "reasoning.text", "text": "why"}]},
+        {"thinking": ["why"]},
+    ],
+)
+def test_reasoning_in_a_structure(fields: dict[str, object]) -> None:
+    parsed = parse_row({"messages": [USER, {**ANSWER, **fields}]})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.messages[1].reasoning_content == "why"
+    assert parsed.unread == ()
+
+
+def test_calls_and_results_among_the_parts_of_a_content() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "ls", "input": {"p": 1}}
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "ok"}]}
+    parsed = parse_row(
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": [{"type": "text", "text": "Look."}, use]},
+                {"role": "user", "content": [result]},
+                ANSWER,
+            ]
+        }
+    )
+    assert isinstance(parsed, Chat)
+    _, called, answered, _ = parsed.conversation.messages
+    assert (called.content, called.tool_calls[0].id) == ("Look.", "t1")
+    assert called.tool_calls[0].function.model_dump() == {"name": "ls", "arguments": {"p": 1}}
+    assert (answered.role, answered.content, answered.tool_call_id) == ("tool", "ok", "t1")
+
+
+@pytest.mark.parametrize(
+    "calls",
+    ['[{"name": "f", "arguments": {"a": 1}}]', "f(a=1)", '[{"name": "f", "arguments": "{\\"a\\": 1}"}]', "[f(a=1)]"],
+)
+def test_function_calls_in_a_field_of_text(calls: str) -> None:
+    asked = {"role": "system", "content": "", "functions": json.dumps([TOOL["function"]])}
+    answer = {"role": "assistant", "content": "", "function_calls": calls}
+    parsed = parse_row({"messages": [asked, USER, answer, {"role": "environment", "content": "7"}]})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.tools == (TOOL,)
+    assert parsed.conversation.messages[2].tool_calls[0].function.model_dump() == {"name": "f", "arguments": {"a": 1}}
+    assert parsed.conversation.messages[3].role == "tool"
+
+
+def test_calls_as_the_answer_to_a_query() -> None:
+    parsed = parse_row({"query": "Heat?", "answers": '[{"name": "f", "arguments": {}}]', "tools": "[]"})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.messages[1].tool_calls[0].function.name == "f"
+
+
+def test_nulls_of_the_users_json_stay() -> None:
+    schema = {"type": "object", "properties": {"day": {"default": None, "enum": ["mon", None]}}}
+    function = {"name": "book", "parameters": schema}
+    call = {"function": {"name": "book", "arguments": {"day": None}}}
+    parsed = parse_row(
+        {"messages": [USER, {"role": "assistant", "tool_calls": [call]}], "tools": [{"function": function}]}
+    )
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.tools[0]["function"] == function
+    assert parsed.conversation.messages[1].tool_calls[0].function.arguments == {"day": None}
+
+
+def test_a_flat_tool_has_its_type_once() -> None:
+    function = {"name": "book", "description": "Books.", "parameters": {"type": "object"}}
+    parsed = parse_row({"messages": [USER, ANSWER], "tools": [{"type": "function", **function}]})
+    assert isinstance(parsed, Chat)
+    assert parsed.conversation.tools == ({"type": "function", "function": function},)
+
+
+@pytest.mark.parametrize(
+    ("details", "train", "note"),
+    [
+        ([{"begin_offset": 0, "end_offset": 8, "train": False}], False, ()),
+        ([{"train": True}], True, ()),
+        ([{"train": True}, {"train": False}], False, ("partly_trained_turn_left_out",)),
+    ],
+)
+def test_flags_of_parts_of_a_turn(details: object, train: bool, note: tuple[str, ...]) -> None:
+    parsed = parse_row({"messages": [USER, {**ANSWER, "train_detail": details}]})
+    assert isinstance(parsed, Chat)
+    assert (parsed.conversation.messages[1].train, parsed.notes) == (train, note)
+
+
+def test_columns_and_fields_that_are_not_read_are_named() -> None:
+    parsed = parse_row({"question": "Q", "answer": "A", "id": 3})
+    assert isinstance(parsed, Chat)
+    assert parsed.unread == ("answer", "id")
+    parsed = parse_row({"messages": [{**USER, "mood": "sad"}, ANSWER], "tools": None})
+    assert isinstance(parsed, Chat)
+    assert parsed.unread == ("messages.mood",)
+
+
 @pytest.mark.parametrize(("flag", "train"), [({"weight": 0}, False), ({"weight": 1}, True), ({"train": False}, False)])
 def test_train_flags(flag: dict[str, object], train: bool) -> None:
     parsed = parse_row({"messages": [USER, {**ANSWER, **flag}]})
@@ -156,7 +302,7 @@ def test_train_flags(flag: dict[str, object], train: bool) -> None:
         (7, "not_an_object"),
         (None, "not_an_object"),
         ({}, "unknown_shape"),
-        ({"id": 1}, "unknown_shape"),
+        ({"id": 1, "b": 2}, "unknown_shape: id, b"),
         ({"messages": "{not json"}, "messages_not_json"),
         ({"messages": {"role": "user"}}, "messages_not_a_list"),
         ({"messages": ["hi"]}, "message_not_an_object"),
@@ -173,7 +319,14 @@ def test_train_flags(flag: dict[str, object], train: bool) -> None:
         ({"messages": [USER, {**ANSWER, "weight": -1}]}, "bad_weight"),
         ({"messages": [USER, {**ANSWER, "loss_weight": float("nan")}]}, "bad_loss_weight"),
         ({"messages": [USER, {**ANSWER, "train": "false"}]}, "bad_train"),
-        ({"messages": [USER, {**ANSWER, "reasoning_content": ["why"]}]}, "bad_reasoning"),
+        ({"messages": [USER, {**ANSWER, "reasoning_content": 3}]}, "bad_reasoning"),
+        ({"messages": [USER, ANSWER], "weight": 0}, "row_not_to_be_learned"),
+        ({"prompt": "hi", "completion": "BAD", "label": False}, "row_not_to_be_learned"),
+        ({"messages": [USER, ANSWER], "tools": DEEP}, "nested_too_deep"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": DEEP[0]}]}]},
+            "nested_too_deep",
+        ),
         ({"messages": [USER, ANSWER], "chat_template_kwargs": {"tokenize": 1}}, "bad_chat_template_kwargs"),
         ({"messages": [USER, {**ANSWER, "content": "a\0b"}]}, "nul_character"),
         ({"input_ids": [1, 2], "labels": [-100, 3]}, "labels_differ_from_input_ids"),
