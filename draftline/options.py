@@ -164,7 +164,9 @@ class ServerSettings(GenerationSettings):
     temperature: float = 0.0
     """0 for greedy answers."""
     retries: int = 5
-    """Repetitions of a request before giving up."""
+    """Repetitions of a request before giving up, however soon they fail."""
+    patience: float = 0.0
+    """Seconds in which a server that is busy or away is asked again."""
 
     def identity(self) -> dict[str, Any]:
         """The part that can change an answer, without the address: a target may move between machines."""
@@ -323,6 +325,8 @@ class PrepareCommand(Settings):
     )
     answers: GenerationSettings
     server: ServerOptions
+    patience: float = Field(120.0, ge=0)
+    """Seconds to wait for a server that is busy or away."""
     rows: PrepareOptions
     json_file: JsonFile = None
 

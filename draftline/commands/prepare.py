@@ -51,7 +51,8 @@ def prepare_data(options: PrepareCommand) -> dict[str, Any]:
     server = options.server
     if server.base_url is not None:
         endpoint = Endpoint(server.base_url, read_api_key(server.api_key_env))
-        settings = ServerSettings(model=server.model or target.name, **options.answers.model_dump())
+        answers = options.answers.model_dump()
+        settings = ServerSettings(model=server.model or target.name, patience=options.patience, **answers)
         tokenizer = load_tokenizer(target, chat_template=True)
         with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
             return prepare(tokenizer, data, out, rows, ServerAnswers(store, endpoint, settings, answered))

@@ -107,6 +107,13 @@ class Conversation(_Strict):
         """All messages, see `Message.for_template`."""
         return [message.for_template(text_arguments=text_arguments) for message in self.messages]
 
+    def without_answers(self) -> Conversation:
+        """What is asked when the target answers: two rows in which this is equal are one prompt, asked once."""
+        messages = [Message(role="assistant") if m.role == "assistant" else m for m in self.messages]
+        while messages and messages[-1].role == "assistant":
+            messages.pop()
+        return self.model_copy(update={"messages": tuple(messages)})
+
     def prompt_hash(self) -> str:
         """Identity of what was asked, for deduplication and for the split: all turns that no assistant wrote.
 

@@ -10,7 +10,7 @@ import ast
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from pydantic import ValidationError
 
@@ -230,8 +230,7 @@ def finish_reason(fields: dict[str, Any]) -> FinishReason | None:
         if said in _CUT:
             return "length"
         if said in get_args(FinishReason):
-            found: FinishReason = said
-            return found
+            return cast(FinishReason, said)
     return None
 
 
@@ -287,7 +286,8 @@ def _python_calls(text: str) -> tuple[ToolCall, ...]:
     try:
         for line in ast.parse(text.strip()).body:
             said: Any = getattr(line, "value", None)
-            for call in said.elts if isinstance(said, ast.List) else [said]:
+            found: list[Any] = said.elts if isinstance(said, ast.List) else [said]
+            for call in found:
                 if call.args:
                     raise ValueError("arguments without a name")
                 arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}

@@ -226,12 +226,16 @@ class Preparation:
             content = json.dumps(raw.value, sort_keys=True, ensure_ascii=False, default=str).encode()
         except UnicodeEncodeError:
             return Unusable("lone_surrogate")
-        known = self._known(content, self._seen_rows, SEEN_ROWS)
-        if known and self.options.deduplicate:
-            return Unusable("duplicate")
+        except RecursionError:
+            return Unusable("nested_too_deep")
         parsed = parse_row(raw.value, strip_images=self.options.strip_images)
         if isinstance(parsed, Chat):
             self.accounting.unread.update(parsed.unread)
+            if self._answerer is not None:
+                content = parsed.conversation.without_answers().model_dump_json().encode()
+        known = self._known(content, self._seen_rows, SEEN_ROWS)
+        if known and self.options.deduplicate:
+            return Unusable("duplicate")
         return usable(self.template, parsed, answered_later=self._answerer is not None)
 
     def _answer(self, rows: list[ParsedRow]) -> list[ParsedRow]:

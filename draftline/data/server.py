@@ -1,15 +1,23 @@
 """A server with the OpenAI interface: how it is reached, and how the target answers the prompts through it.
 
-Requests run side by side up to a bound, are repeated with growing pauses when the server is busy or away, and every
-answer is stored as soon as it arrives. One dialogue is sequential: a turn is asked once the turn before is answered.
+Requests run side by side up to a bound, are repeated with growing pauses (or when the server says) as long as it is
+busy or away, and every answer is stored as soon as it arrives. One dialogue is sequential: a turn is asked once the
+turn before is answered. Requests that are under way when the process is killed are asked again by the next one.
+
+A server samples with defaults of the model's folder (a repetition penalty, for instance) wherever a request leaves
+something open, so a request leaves nothing open. Servers that refuse what is beyond the OpenAI interface are asked
+without it. Reasoning in the history is sent under both of its names, because servers read one or the other.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import httpx
@@ -24,9 +32,13 @@ from draftline.progress import OnProgress
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 413, 422})
 """Said about one conversation: too long, roles or tools that the server does not take."""
+_BUSY = frozenset({429, 503})
 _REFUSALS_AT_FIRST = 20
 _ENDED = frozenset({"stop", "tool_calls", "function_call"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
+_NEUTRAL = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_EXTENSIONS: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
+"""What servers know beyond the OpenAI interface: the rest of the sampling, and the ids that were generated."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,7 @@ class ServerAnswers:
     settings: ServerSettings
     progress: OnProgress | None = None
     first_pause_s: float = _FIRST_PAUSE
+    _refused_extensions: set[str] = field(default_factory=set)
 
     def identity(self) -> dict[str, Any]:
         """What determines the answers."""
@@ -110,12 +123,11 @@ class ServerAnswers:
         settings = self.settings
         dialogues = [Dialogue(conversation) for conversation in conversations]
         report = counted(dialogues, self.progress)
-        slots = asyncio.Semaphore(settings.batch_size)
 
         async def converse(dialogue: Dialogue) -> None:
             while not dialogue.done:
                 try:
-                    dialogue.add(await self._answer(client, slots, dialogue.prompt()))
+                    dialogue.add(await self._answer(asking, dialogue.prompt()))
                 except _Unanswerable as unanswerable:
                     refused.append(str(unanswerable))
                     dialogue.drop(str(unanswerable))
@@ -124,6 +136,7 @@ class ServerAnswers:
 
         refused: list[str] = []
         async with self.endpoint.client(settings.batch_size) as client:
+            asking = _Asking(client, asyncio.Semaphore(settings.batch_size))
             try:
                 async with asyncio.TaskGroup() as group:
                     for dialogue in dialogues:
@@ -132,15 +145,16 @@ class ServerAnswers:
                 raise errors.exceptions[0] from None
         return [dialogue.result() for dialogue in dialogues]
 
-    async def _answer(self, client: httpx.AsyncClient, slots: asyncio.Semaphore, prompt: Conversation) -> Answer:
+    async def _answer(self, asking: _Asking, prompt: Conversation) -> Answer:
         request = self._request(prompt)
         key = answer_key(request, self.settings.identity(), "server")
-        known = self.store.get(key)
-        if known is not None:
-            return known
-        async with slots:
-            answer = await self._ask(client, request, key)
-        self.store.add(answer)
+        async with asking.same.setdefault(key, asyncio.Lock()):
+            known = self.store.get(key)
+            if known is not None:
+                return known
+            async with asking.slots:
+                answer = await self._ask(asking.client, request, key)
+            self.store.add(answer)
         return answer
 
     def _check_refusals(self, refused: Sequence[str]) -> None:
@@ -153,11 +167,16 @@ class ServerAnswers:
 
     def _request(self, prompt: Conversation) -> dict[str, Any]:
         settings = self.settings
+        messages = prompt.for_template(text_arguments=True)
+        for message in messages:
+            if "reasoning_content" in message:
+                message["reasoning"] = message["reasoning_content"]
         request: dict[str, Any] = {
             "model": settings.model,
-            "messages": prompt.for_template(text_arguments=True),
+            "messages": messages,
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
+            **_NEUTRAL,
         }
         options = {**settings.template_options, **prompt.template_options}
         if options:
@@ -166,6 +185,10 @@ class ServerAnswers:
             request["tools"] = list(prompt.tools)
         return request
 
+    def _extended(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The request with what this server is not known to refuse."""
+        return {**request, **{name: each for name, each in _EXTENSIONS.items() if name not in self._refused_extensions}}
+
     async def _ask(self, client: httpx.AsyncClient, request: dict[str, Any], key: str) -> Answer:
         """The answer to one request, which is repeated where that may help.
 
@@ -173,21 +196,24 @@ class ServerAnswers:
         while it answers others. Raises `ServerError` where the server is.
         """
         url = f"{self.endpoint.url}/chat/completions"
-        pause, answered_before = self.first_pause_s, len(self.store)
-        fault = _Fault("")
-        for attempt in range(self.settings.retries + 1):
+        pause, answered_before, begun = self.first_pause_s, len(self.store), time.monotonic()
+        fault, attempt = _Fault(""), 0
+        while attempt <= self.settings.retries or (
+            fault.passing and time.monotonic() + (fault.retry_after or 0) - begun < self.settings.patience
+        ):
             if attempt:
                 # Spread over half the pause, so that many requests that failed together do not come back together.
-                await asyncio.sleep(pause * (0.5 + random.random() / 2))
+                await asyncio.sleep(fault.retry_after or pause * (0.5 + random.random() / 2))
                 pause = min(2 * pause, _LONGEST_PAUSE)
+            attempt += 1
             try:
-                reply = await client.post(url, json=request)
+                reply = await client.post(url, json=self._extended(request))
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
                 fault = _Fault(str(error))
                 break
             except httpx.RequestError as error:
                 connected = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.PoolTimeout)
-                fault = _Fault(describe_failure(error), by_conversation=connected)
+                fault = _Fault(describe_failure(error), by_conversation=connected, passing=not connected)
                 continue
             if reply.status_code == 200:
                 try:
@@ -195,8 +221,17 @@ class ServerAnswers:
                 except _Unreadable as unreadable:
                     fault = _Fault(str(unreadable), by_conversation=True)
                     continue
-            fault = _Fault(describe_failure(reply), by_conversation=reply.status_code == 500)
+            busy = reply.status_code in _BUSY
+            fault = _Fault(
+                describe_failure(reply),
+                by_conversation=reply.status_code == 500,
+                passing=busy,
+                retry_after=_retry_after(reply) if busy else None,
+            )
             if reply.status_code in _REFUSED:
+                if self._gives_up_extensions(server_message(reply)):
+                    attempt -= 1
+                    continue
                 raise _Unanswerable(f"server_refused: {server_message(reply)}")
             if reply.status_code not in _RETRIED:
                 break
@@ -206,6 +241,34 @@ class ServerAnswers:
             f"the server at {self.endpoint.url} did not answer ({fault.reason}); "
             "check it and run the same command again: stored answers are kept"
         )
+
+    def _gives_up_extensions(self, said: str) -> bool:
+        """Whether a refusal is of something beyond the OpenAI interface, which is not sent again then."""
+        named = {name for name in _EXTENSIONS if name in said and name not in self._refused_extensions}
+        self._refused_extensions.update(named)
+        return bool(named)
+
+
+def _retry_after(reply: httpx.Response) -> float | None:
+    """Seconds after which a busy server wants to be asked again, if it says so as a number or a date."""
+    said = reply.headers.get("Retry-After", "").strip()
+    try:
+        return max(0.0, float(said))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(said).timestamp() - time.time())
+    except ValueError:
+        return None
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """One round of requests: the client, the bound on how many run at once, and a lock for equal ones, by their key."""
+
+    client: httpx.AsyncClient
+    slots: asyncio.Semaphore
+    same: dict[str, asyncio.Lock] = field(default_factory=dict)
 
 
 class _Unanswerable(Exception):
@@ -218,10 +281,26 @@ class _Unreadable(Exception):
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a request failed, and whether its conversation alone may be the cause."""
+    """Why a request failed.
+
+    Attributes:
+        by_conversation: its conversation alone may be the cause.
+        passing: the server is busy or away, and may come back.
+        retry_after: seconds after which it wants to be asked again.
+    """
 
     reason: str
     by_conversation: bool = False
+    passing: bool = False
+    retry_after: float | None = None
+
+
+def _refuse_surrogates(text: str) -> None:
+    """Raise `_Unanswerable` for half a character, which no tokenizer takes and no file can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise _Unanswerable("lone_surrogate_in_answer") from None
 
 
 def _read_reply(reply: httpx.Response, key: str) -> Answer:
@@ -235,14 +314,18 @@ def _read_reply(reply: httpx.Response, key: str) -> Answer:
         message = choice["message"]
         calls = tuple(parse_call(call) for call in message.get("tool_calls") or ())
         ended = choice.get("finish_reason") in _ENDED
+        _refuse_surrogates(json.dumps(message, ensure_ascii=False))
         return Answer(
             key=key,
             content=message.get("content") or "",
             reasoning_content=message.get("reasoning_content") or message.get("reasoning"),
             tool_calls=calls,
             finish_reason="length" if not ended else "tool_calls" if calls else "stop",
+            output_ids=tuple(choice.get("token_ids") or ()),
         )
-    except (LookupError, TypeError, AttributeError, ValueError, BadRow) as error:
+    except BadRow as bad:
+        raise _Unanswerable(f"answer_unreadable: {bad}") from None
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         said = " ".join(reply.text.split())[:200]
         raise _Unreadable(
             f"the reply is not a chat completion: {said!r}; --base-url ends in /v1 on most servers"

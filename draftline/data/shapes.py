@@ -138,11 +138,11 @@ class _RowReader:
             if isinstance(row.get(key), list):
                 self.read.add(key)
                 return self.reader.messages(row[key])
-        key = next((key for key in _PROMPT_KEYS if key in row), None)
-        if key is None:
+        asked = next((key for key in _PROMPT_KEYS if key in row), None)
+        if asked is None:
             return None
-        self.read.add(key)
-        return self._turns(row[key], "user")
+        self.read.add(asked)
+        return self._turns(row[asked], "user")
 
     def _turn_list(self, key: str, turns: list[Any]) -> list[Message]:
         """A list of messages, of texts that are all questions (`turns`), or of texts of two speakers in turn."""

@@ -91,6 +91,24 @@ def test_a_thousand_texts_stay_a_thousand_rows(tmp_path: Path) -> None:
     assert tokenizer.decode(sample.input_ids[sample.loss_mask]) == "yo<|im_end|>"
 
 
+def test_nothing_in_a_row_ends_the_run(tmp_path: Path) -> None:
+    """Nested deeper than writers of JSON go, half a character, a text like those that stand for others inside."""
+    deep: object = {}
+    for _ in range(480):
+        deep = {"a": deep}
+    rows = [
+        {**row("deep"), "tools": [{"name": "f", "parameters": deep}]},
+        '{"messages": [{"role": "user", "content": "x\\ud800"}, {"role": "assistant", "content": "y"}]}',
+        row("What is qzPARTzq1qz?", "qz0PARTzq1qz, or 7583100000100"),
+        row("Good", "row"),
+    ]
+    report = run(tmp_path, rows)
+    assert reasons(report["dropped"]) == {"nested_too_deep": (1, 1), "lone_surrogate": (1, 2)}
+    dataset, tokenizer = PreparedDataset.open(tmp_path / "out"), make_tokenizer(CHATML)
+    said = [tokenizer.decode(dataset[n].input_ids[dataset[n].loss_mask]) for n in range(2)]
+    assert said == ["qz0PARTzq1qz, or 7583100000100<|im_end|>", "row<|im_end|>"]
+
+
 def test_text_without_markers_has_to_be_supervised_whole(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no_answer_markers_in_text 1"):
         run(tmp_path, [{"text": "Once upon a time"}])
@@ -270,6 +288,25 @@ def test_answerer_replaces_the_answers(tmp_path: Path) -> None:
         "Q2<|im_end|>",
     ]
     assert reasons(report["dropped"]) == {"empty": (1, 3)}
+
+
+def test_rows_that_ask_the_same_are_one_prompt(tmp_path: Path) -> None:
+    class Counting:
+        asked = 0
+
+        def identity(self) -> dict[str, object]:
+            return {}
+
+        def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+            self.asked += len(conversations)
+            return [
+                Conversation(messages=(c.messages[0], Message(role="assistant", content="a"))) for c in conversations
+            ]
+
+    counting = Counting()
+    data = write(tmp_path / "data.jsonl", [row("same", f"old {n}") for n in range(10)])
+    report = prepare(make_tokenizer(CHATML), [data], tmp_path / "out", PrepareOptions(), counting)
+    assert (counting.asked, report["rows_out"], reasons(report["dropped"])) == (1, 1, {"duplicate": (9, 2)})
 
 
 def test_shares_are_reported(tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ class ChatServer:
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.failures: list[int] = []
+        self.retry_after = ""
+        self.unknown_fields: set[str] = set()
         self.reply: dict[str, Any] | None = None
         self.status_by_text: dict[str, int] = {}
         self.broken_text = ""
@@ -57,15 +59,23 @@ class ChatServer:
             status = self.failures.pop() if self.failures else 200
             asked = request["messages"][-1]["content"]
             status = self.status_by_text.get(asked, status)
+            refused = sorted(self.unknown_fields & request.keys())
+            status = 400 if refused else status
         threading.Event().wait(0.01)
         content = f"{len(request['messages'])}: {request['messages'][-1]['content']}"
         choice = self.reply or {"message": {"content": content}, "finish_reason": "stop"}
-        body = json.dumps({"choices": [choice]} if status == 200 else {"error": {"message": "not this one"}}).encode()
+        body = json.dumps(
+            {"choices": [choice]}
+            if status == 200
+            else {"error": {"message": f"unknown {refused[0]}" if refused else "not this one"}}
+        ).encode()
         body = body[: len(body) // 2] if asked == self.broken_text else body
         with self._lock:
             self.at_once -= 1
         handler.send_response(status)
         handler.send_header("Content-Length", str(len(body)))
+        if self.retry_after and status != 200:
+            handler.send_header("Retry-After", self.retry_after)
         handler.end_headers()
         handler.wfile.write(body)
 
@@ -233,6 +243,55 @@ def test_a_reply_that_is_no_completion(server: ChatServer, tmp_path: Path) -> No
     server.reply = {"text": "completion of another interface"}
     with pytest.raises(ServerError, match="not a chat completion"):
         ask(server, tmp_path, [prompts("a")], retries=1)
+
+
+def test_the_servers_own_sampling_defaults_are_switched_off(server: ChatServer, tmp_path: Path) -> None:
+    ask(server, tmp_path, [prompts("a")])
+    neutral = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
+    assert {name: server.requests[0][name] for name in neutral} == neutral
+    assert (server.requests[0]["top_k"], server.requests[0]["min_p"]) == (-1, 0.0)
+
+
+def test_a_server_that_knows_only_the_openai_interface_is_asked_in_it(server: ChatServer, tmp_path: Path) -> None:
+    server.unknown_fields = {"repetition_penalty", "top_k", "min_p", "return_token_ids"}
+    answered = ask(server, tmp_path, [prompts("a"), prompts("b"), prompts("c")], batch_size=1)
+    assert [chat.messages[-1].content for chat in answered] == ["1: a", "1: b", "1: c"]
+    assert not server.unknown_fields & server.requests[-1].keys()
+    assert len(server.requests) == 4 + 3  # one refusal for each field
+
+
+def test_reasoning_of_the_history_goes_out_under_both_names(server: ChatServer, tmp_path: Path) -> None:
+    server.reply = {"message": {"content": "so", "reasoning": "why"}, "finish_reason": "stop"}
+    ask(server, tmp_path, [prompts("a", "b")])
+    sent = server.requests[1]["messages"][1]
+    assert (sent["reasoning"], sent["reasoning_content"]) == ("why", "why")
+
+
+def test_equal_prompts_are_asked_once(server: ChatServer, tmp_path: Path) -> None:
+    answered = ask(server, tmp_path, [prompts("a", f"b{n % 2}") for n in range(10)])
+    assert len(server.requests) == 1 + 2
+    assert [chat.messages[-1].content for chat in answered] == ["3: b0", "3: b1"] * 5
+
+
+@pytest.mark.parametrize("said", ["0.05", "Wed, 21 Oct 2015 07:28:00 GMT"])
+def test_a_busy_server_is_waited_for_as_long_as_patience_lasts(server: ChatServer, tmp_path: Path, said: str) -> None:
+    server.failures, server.retry_after = [503] * 12, said
+    (answered,) = ask(server, tmp_path, [prompts("a")], retries=1, patience=30.0)
+    assert answered.messages[-1].content == "1: a"
+    server.failures, server.retry_after = [429] * 3, "3600"
+    with pytest.raises(ServerError, match="status 429"):
+        ask(server, tmp_path, [prompts("b")], retries=0, patience=30.0)
+
+
+def test_half_a_character_in_an_answer_drops_its_row_alone(server: ChatServer, tmp_path: Path) -> None:
+    server.reply = {"message": {"content": "x\ud800"}, "finish_reason": "stop"}
+    assert ask(server, tmp_path, [prompts("a")]) == [Unusable("lone_surrogate_in_answer")]
+
+
+def test_a_call_that_cannot_be_read_drops_its_row_alone(server: ChatServer, tmp_path: Path) -> None:
+    call = {"function": {"name": "f", "arguments": '{"a": '}}
+    server.reply = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "tool_calls"}
+    assert ask(server, tmp_path, [prompts("a")]) == [Unusable("answer_unreadable: arguments_not_an_object: f")]
 
 
 class ClosingHandler(BaseHTTPRequestHandler):
