@@ -97,7 +97,12 @@ def slot_loss_sum(
             teacher_mV, lost_m1 = _distribution(slots.teacher(chunk).detach(), loss.top_k, table_mV.dtype)
             lost_mass += lost_m1.sum()
             table_mV.div_(normaliser_m1)
-            distance_m1 = _distance(table_mV, teacher_mV, nats_m1, scores_mV - total_m1, loss)
+            distance_m1 = loss.ce * nats_m1
+            if loss.kl:
+                far_m1 = total_m1 - (teacher_mV * scores_mV).sum(1, keepdim=True)
+                distance_m1 += loss.kl * (far_m1 - torch.special.entr(teacher_mV).sum(1, keepdim=True))
+            if loss.tv:
+                distance_m1 += loss.tv * (1.0 - torch.minimum(table_mV, teacher_mV).sum(1, keepdim=True))
             loss_sum += (distance_m1 * weights_m1).sum()
             table_mV = _slopes(table_mV, teacher_mV, labels_m1, loss).mul_(weights_m1)
         if wants_gradient:
@@ -146,19 +151,8 @@ def _distribution(logits_mV: Tensor, top_k: int | None, dtype: torch.dtype) -> t
     return whole_mV.div_(sum_m1), 1.0 - sum_m1
 
 
-def _distance(said_mV: Tensor, teacher_mV: Tensor, nats_m1: Tensor, logs_mV: Tensor, loss: LossConfig) -> Tensor:
-    """Mixture of the three distances, [m, 1]; `logs_mV` are the logarithms of what is said."""
-    distance_m1 = loss.ce * nats_m1
-    if loss.kl:
-        entropy_m1 = torch.special.entr(teacher_mV).sum(1, keepdim=True)
-        distance_m1 = distance_m1 - loss.kl * ((teacher_mV * logs_mV).sum(1, keepdim=True) + entropy_m1)
-    if loss.tv:
-        distance_m1 = distance_m1 + loss.tv * (1.0 - torch.minimum(said_mV, teacher_mV).sum(1, keepdim=True))
-    return distance_m1
-
-
 def _slopes(said_mV: Tensor, teacher_mV: Tensor, labels_m1: Tensor, loss: LossConfig) -> Tensor:
-    """Derivative of `_distance` with respect to the logits, [m, V].
+    """Derivative of the mixture of distances with respect to the logits, [m, V].
 
     Of the total variation: raising a probability q that lies below the target's p lowers it, and all others fall.
     """
