@@ -384,7 +384,7 @@ def useful(probe: Probe) -> Problem | None:
     prompts, of_text = _prompts(probe)
     generations, answers = [], []
     for prompt in prompts[:4]:
-        generations.append(probe.subject.generate(probe.subject.draft_model, prompt, 40))
+        generations.append(_decode(probe, probe.subject.draft_model, prompt, 40))
         answers.append((prompt, generations[-1].output_ids))
     decoded = _acceptance_length(generations)
     estimate = _teacher_forced(probe, probe.subject.draft_model, answers)
@@ -511,9 +511,19 @@ def _teacher_forced(probe: Probe, drafter: nn.Module, answers: Sequence[tuple[li
 
 
 def _generate(probe: Probe, drafter: OracleDrafter | None, answer: Answer, stop: Sequence[int] = ()) -> Generation:
-    model = probe.subject.draft_model if drafter is None else drafter
+    return _decode(probe, drafter or probe.subject.draft_model, answer.ids[:_PROMPT], answer.length, stop)
+
+
+def _decode(
+    probe: Probe, drafter: nn.Module, prompt: list[int], max_new_tokens: int, stop: Sequence[int] = ()
+) -> Generation:
+    """An answer, by the run's own decoder.
+
+    Raises:
+        NotApplicable: transformers cannot verify blocks of this target.
+    """
     try:
-        return probe.subject.generate(model, answer.ids[:_PROMPT], answer.length, stop)
+        return probe.subject.generate(drafter, prompt, max_new_tokens, stop)
     except TargetError as error:
         raise NotApplicable(f"this target is not decoded here: {error}") from error
 

@@ -95,11 +95,13 @@ class ReferenceForward:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The layers of the text model, found as transformers names them: its decoder's list of `num_hidden_layers`."""
+    """The layers of the text model, found as transformers names them: its decoder's list of `num_hidden_layers`.
+
+    Some families (Llama 4) name the whole model as its own decoder: the list is then further down.
+    """
     depth = model.config.get_text_config(decoder=True).num_hidden_layers
-    children = model.get_decoder().children()
-    (layers,) = (child for child in children if isinstance(child, nn.ModuleList) and len(child) == depth)
-    return list(layers)
+    children = (child for module in model.get_decoder().modules() for child in module.children())
+    return list(next(child for child in children if isinstance(child, nn.ModuleList) and len(child) == depth))
 
 
 @torch.no_grad()

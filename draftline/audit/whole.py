@@ -41,6 +41,7 @@ from draftline.audit.report import CHECKS, Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.draft.loss import StepMetrics
 from draftline.evaluate import generate
+from draftline.evaluate.target_state import decoding_fault
 from draftline.formats.load import load_drafter
 from draftline.options import ExportDtype
 from draftline.run import Run
@@ -299,6 +300,8 @@ def _bits(found: Tensor, wanted: Tensor) -> bool:
 def _answers(life: Life, judge: Judge, folder: Path, weights: Mapping[str, Tensor]) -> None:
     """Greedy answers with an exported drafter to two prompts, against a decoder that recomputes everything."""
     run, target, data = life.run, life.run.target, life.run.data
+    if decoding_fault(target):
+        return
     part, ids = (data.heldout, data.heldout_ids) if data.heldout_ids.size else (data.training, data.training_ids)
     text, longest = (
         text_of(part, int(ids[0])),

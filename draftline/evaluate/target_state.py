@@ -8,17 +8,18 @@ forward, and the accepted tokens are run again: one more forward wherever a bloc
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from draftline.errors import TargetError
+from draftline.targets.cached import cached_forward, last_logits_only, unlike
 from draftline.targets.capture import HookCapture
 from draftline.targets.model import Target
 
@@ -29,6 +30,9 @@ _REPLAYED = frozenset(
     {"LinearAttentionLayer", "LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer"}
 )
 """Cache layers that are put back from a copy, and brought forward by running the accepted tokens again."""
+
+_PROBED, _LONGEST_REASON = 8, 120
+"""Tokens before and behind the cache of the trial; letters of a reason that is not ours."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +62,6 @@ class TargetState:
         self._target = target
         self._capture = capture
         self._cache, self._replays = _new_cache(target)
-        parameters = inspect.signature(target.model.forward).parameters
-        # transformers renamed the argument within the range of supported versions.
-        self._cache_argument = "cache" if "cache" in parameters else "past_key_values"
-        self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._new_ids = torch.empty(1, 0, dtype=torch.int64)
         self._before: list[dict[str, Any]] = []
 
@@ -85,12 +85,16 @@ class TargetState:
         self.length += count
 
     def _run(self, input_ids: Tensor) -> Verification:
-        options = {self._cache_argument: self._cache, **({} if self.length else self._last_only)}
-        logits = self._target.model(input_ids=input_ids, use_cache=True, **options).logits[0]
+        model, count = self._target.model, input_ids.shape[1]
+        if self.length:
+            positions = torch.arange(self.length, self.length + count, device=input_ids.device)[None]
+            logits, _ = cached_forward(model, input_ids, positions, self._cache)
+        else:
+            logits, _ = cached_forward(model, input_ids, None, self._cache, **last_logits_only(model))
         if self._capture is None:
-            return Verification(logits, None)
+            return Verification(logits[0], None)
         states = self._capture.get_hidden_states_packed(torch.ones_like(input_ids))
-        return Verification(logits, states.hidden_states_packed)
+        return Verification(logits[0], states.hidden_states_packed)
 
 
 @contextmanager
@@ -98,8 +102,11 @@ def open_target_state(target: Target, target_layer_ids: tuple[int, ...]) -> Iter
     """A fresh state whose captured layers are hooked until the block ends; no ids: nothing is captured.
 
     Raises:
-        TargetError: the target has a kind of cache that cannot be rolled back.
+        TargetError: this target cannot be decoded here.
     """
+    fault = decoding_fault(target)
+    if fault:
+        raise TargetError(f"{target.name}: {fault}: this target can be drafted for, but not decoded here")
     if not target_layer_ids:
         yield TargetState(target, None)
         return
@@ -107,23 +114,53 @@ def open_target_state(target: Target, target_layer_ids: tuple[int, ...]) -> Iter
         yield TargetState(target, capture)
 
 
-def _new_cache(target: Target) -> tuple[DynamicCache, bool]:
-    """An empty cache, and whether its rollback takes a replay."""
+_FAULTS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""What was found of each model."""
+
+
+def decoding_fault(target: Target) -> str:
+    """Why transformers cannot verify blocks of this target, in a few words; empty if it can.
+
+    Found by trying, once for each model: several tokens behind a cache, against the same without one.
+    """
+    if target.model not in _FAULTS:
+        _FAULTS[target.model] = _unknown_layers(target) or _wrong_behind_cache(target)
+    return _FAULTS[target.model]
+
+
+def _unknown_layers(target: Target) -> str:
     try:
         cache = DynamicCache(config=target.model.config)
     except KeyError as error:
-        raise TargetError(
-            f"{target.name}: transformers has no cache for its layers of type {error}: this target can be drafted for, "
-            "but not decoded here"
-        ) from error
+        return f"transformers has no cache for its layers of type {error}"
     kinds = {type(layer).__name__ for layer in cache.layers}
     unknown = kinds - _CROPPABLE - _REPLAYED
     if unknown or not kinds:
-        raise TargetError(
-            f"{target.name}: its cache ({', '.join(sorted(unknown)) or 'none'}) cannot be rolled back to the accepted "
-            "tokens: this target can be drafted for, but not decoded here"
-        )
-    replays = bool(kinds & _REPLAYED)
+        return f"its cache ({', '.join(sorted(unknown)) or 'none'}) cannot be rolled back to the accepted tokens"
+    return ""
+
+
+@torch.no_grad()
+def _wrong_behind_cache(target: Target) -> str:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(target.vocab_size, (1, 2 * _PROBED), generator=generator).to(target.device)
+    state = TargetState(target, None)
+    try:
+        state.forward(ids[:, :_PROBED])
+        state.length = _PROBED
+        found_nV = state.forward(ids[:, _PROBED:]).logits_nV
+    except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:_LONGEST_REASON]
+        return f"transformers cannot read several tokens behind a cache ({reason})"
+    if unlike(found_nV, target.model(input_ids=ids, use_cache=False).logits[0, _PROBED:]):
+        return "transformers gives other logits for several tokens behind a cache than without one"
+    return ""
+
+
+def _new_cache(target: Target) -> tuple[DynamicCache, bool]:
+    """An empty cache, and whether its rollback takes a replay."""
+    cache = DynamicCache(config=target.model.config)
+    replays = any(type(layer).__name__ in _REPLAYED for layer in cache.layers)
     if not replays:
         cache.activate_past_recording()
     return cache, replays

@@ -20,6 +20,7 @@ from transformers import PretrainedConfig
 
 from draftline.config import DFlashConfig, DrafterConfig, LayerType
 from draftline.errors import ConfigError, TargetError
+from draftline.targets.head import setting_of
 from draftline.targets.layers import check_target_layer_ids, default_target_layer_ids
 from draftline.targets.model import Target
 from draftline.targets.rope import rope_of_target
@@ -30,6 +31,9 @@ SMALLEST_NORM = 0.01
 _RESERVED = re.compile(r"reserved|unused|mask|extra|placeholder|dummy", re.IGNORECASE)
 
 _EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_OTHER_EPS = 1e-6
+"""Of a Qwen3: the norms are the drafter's own, and only have to be the same wherever it runs."""
+
 _EPS_FIELDS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 
 
@@ -116,38 +120,37 @@ def _layer_types(drafter: DrafterConfig) -> tuple[LayerType, ...]:
 
 def _number(config: PretrainedConfig, name: str) -> int:
     """A whole number of the target's configuration that the drafter cannot do without."""
-    if not hasattr(config, name) or not isinstance(getattr(config, name), int):
+    value = setting_of(config, name)
+    if not isinstance(value, int):
         raise TargetError(f"target of type {config.model_type} does not say its {name}: set drafter.{name}")
-    return int(getattr(config, name))
+    return value
 
 
 def _key_value_heads(config: PretrainedConfig, heads: int) -> int:
-    if hasattr(config, "num_key_value_heads") and config.num_key_value_heads is not None:
-        return _number(config, "num_key_value_heads")
-    return heads
+    return heads if setting_of(config, "num_key_value_heads") is None else _number(config, "num_key_value_heads")
 
 
 def _head_dim(config: PretrainedConfig) -> int:
-    if hasattr(config, "head_dim") and config.head_dim is not None:
-        return _number(config, "head_dim")
-    return int(config.hidden_size) // _number(config, "num_attention_heads")
+    if setting_of(config, "head_dim") is None:
+        return int(config.hidden_size) // _number(config, "num_attention_heads")
+    return _number(config, "head_dim")
 
 
 def _mlp_width(config: PretrainedConfig) -> int:
     """The target's width; 3 * D where there is none to follow: experts, or widths that differ by layer."""
-    experts = any(hasattr(config, name) and (getattr(config, name) or 0) > 1 for name in _EXPERT_FIELDS)
-    dense = hasattr(config, "intermediate_size") and isinstance(config.intermediate_size, int)
-    return 3 * int(config.hidden_size) if experts or not dense else int(config.intermediate_size)
+    experts = any((setting_of(config, name) or 0) > 1 for name in _EXPERT_FIELDS)
+    width = setting_of(config, "intermediate_size")
+    return 3 * int(config.hidden_size) if experts or not isinstance(width, int) else width
 
 
 def _eps(target: Target) -> float:
-    """From the configuration, which names it in several ways, else from the final norm itself."""
-    for source, names in ((target.config, _EPS_FIELDS), (target.final_norm, ("variance_epsilon", "eps"))):
-        found = [getattr(source, name) for name in names if hasattr(source, name)]
-        for value in found:
-            if value is not None:
-                return float(value)
-    raise TargetError(f"target of type {target.config.model_type} does not say the eps of its norms: not supported")
+    """From the configuration, which names it in several ways, else from the final norm itself, if it says it (OLMo)."""
+    norm = target.final_norm
+    said = [setting_of(target.config, name) for name in _EPS_FIELDS]
+    for value in (*said, *(getattr(norm, name) for name in ("variance_epsilon", "eps") if hasattr(norm, name))):
+        if value is not None:
+            return float(value)
+    return _OTHER_EPS
 
 
 def _first_id(config: PretrainedConfig, name: str) -> int | None:

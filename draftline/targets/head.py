@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,6 +91,17 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
         if not hasattr(found, name):
             raise TargetError(f"{config.model_type}: its text configuration has no {name}: it is not a language model")
     return found
+
+
+def setting_of(config: PretrainedConfig, name: str) -> Any:
+    """What a configuration says under a name, None where it says nothing.
+
+    Where layers differ (Gemma 4 has other heads in its global layers), what most layers have; of two, the first.
+    """
+    if not hasattr(config, "per_layer_config"):  # of transformers before layers could differ
+        return getattr(config, name) if hasattr(config, name) else None
+    values = [getattr(layer, name) if hasattr(layer, name) else None for layer in config.per_layer_config]
+    return max(values, key=values.count) if values else None
 
 
 def _backbone(model: nn.Module, embedding: nn.Module) -> nn.Module | None:
@@ -327,7 +339,8 @@ def _matching_head(probe: _Probe, parts: TargetParts) -> TargetHead:
 def _embedding_multiplier(probe: _Probe, parts: TargetParts) -> float:
     rows = parts.embedding(probe.input_ids)
     names = ("embedding_multiplier", "scale_emb")
-    for multiplier in [*_present(parts.config, names), 1.0]:
+    # AFMoE has a switch instead of a factor
+    for multiplier in [*_present(parts.config, names), 1.0, rows.shape[-1] ** 0.5]:
         if _close(rows * multiplier, probe.first_input, rows.dtype):
             return multiplier
     added = probe.first_input - rows
@@ -348,11 +361,11 @@ def _output_multipliers(config: PretrainedConfig) -> list[float]:
 
 
 def _soft_caps(config: PretrainedConfig) -> list[float | None]:
-    return [*_present(config, ("final_logit_softcapping",)), None]
+    return [*_present(config, ("final_logit_softcapping", "logits_soft_cap")), None]
 
 
 def _present(config: PretrainedConfig, names: tuple[str, ...]) -> list[float]:
-    values = [getattr(config, name) for name in names if hasattr(config, name)]
+    values = [setting_of(config, name) for name in names]
     return [float(value) for value in values if value]
 
 

@@ -7,7 +7,6 @@ Packing several samples into one row would not have that property for recurrent 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Literal
 
@@ -17,6 +16,7 @@ from torch import Tensor
 from draftline.config import PipelineConfig
 from draftline.errors import TargetError
 from draftline.records import CapturedSample, HiddenStates, Sample
+from draftline.targets.cached import last_logits_only
 from draftline.targets.capture import HookCapture, check_features
 from draftline.targets.layers import check_target_layer_ids
 from draftline.targets.model import Target
@@ -56,7 +56,7 @@ class TargetForwardLoop:
         self.batch_tokens = batch_tokens
         self.checked_batches = checked_batches
         # logits of every position would be the largest tensor of the forward, and nobody reads them
-        self._skips_logits = "logits_to_keep" in inspect.signature(target.model.forward).parameters
+        self._few_logits = last_logits_only(target.model)
         self._batches = 0
 
     def capture(self, samples: Sequence[Sample]) -> list[CapturedSample]:
@@ -78,10 +78,7 @@ class TargetForwardLoop:
     def _forward(self, capture: HookCapture, batch: list[Sample]) -> list[CapturedSample]:
         input_ids, attention_mask = pad_right([sample.input_ids for sample in batch])
         input_ids, attention_mask = input_ids.to(self.target.device), attention_mask.to(self.target.device)
-        if self._skips_logits:
-            self.target.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, logits_to_keep=1)
-        else:
-            self.target.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False)
+        self.target.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **self._few_logits)
         results = self._split(capture.get_hidden_states_packed(attention_mask), batch)
         self._batches += 1
         for result in results:

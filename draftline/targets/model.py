@@ -40,7 +40,14 @@ from draftline.storage import new_folder, unused_folder
 from draftline.targets.head import TargetHead, TargetParts, build_head, find_parts, row_scale, text_config
 
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "spiece.model",
+    "tekken.json",
+)
 TINY_FOLDER = Path(str(importlib.resources.files("draftline") / "assets" / "tiny"))
 """The embedded target, with `prompts.jsonl` beside it."""
 _HUB_TIMEOUT = 10.0

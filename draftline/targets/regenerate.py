@@ -12,21 +12,28 @@ apart: near 1 for its own greedy answers, clearly lower for anybody else's.
 
 from __future__ import annotations
 
-import inspect
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted, make_answer
 from draftline.data.conversations import Conversation, Unusable
 from draftline.data.template import ChatTemplate, Refused
+from draftline.errors import TargetError
 from draftline.options import GenerationSettings
-from draftline.progress import OnProgress
+from draftline.progress import OnProgress, say
 from draftline.records import Sample
+from draftline.targets.cached import cached_forward, last_logits_only, select_rows, unlike
+from draftline.targets.head import text_config
 from draftline.targets.model import context_limit, stop_token_ids, weights_fingerprint
+
+_PROBED_ROWS = 8
+"""Rows of the batch that shows whether batches work."""
 
 OWN_ANSWERS_AGREEMENT = 0.95
 """Above this share the answers are taken for the target's own; ties and re-tokenised texts explain the rest."""
@@ -64,12 +71,18 @@ class TargetAnswers:
             waiting = [item for dialogue in going if (item := self._next(dialogue, template, fingerprint)) is not None]
             report()
             waiting.sort(key=lambda item: len(item[0]))
-            for start in range(0, len(waiting), self.settings.batch_size):
-                for dialogue, answer in self._generate(waiting[start : start + self.settings.batch_size]):
+            if not waiting:
+                continue
+            for start in range(0, len(waiting), self._batch_size):
+                for dialogue, answer in self._generate(waiting[start : start + self._batch_size]):
                     self.store.add(answer)
                     dialogue.add(answer)
                     report()
         return [dialogue.result() for dialogue in dialogues]
+
+    @functools.cached_property
+    def _batch_size(self) -> int:
+        return largest_batch(self.model, self.settings.batch_size)
 
     def _next(self, dialogue: Dialogue, template: ChatTemplate, fingerprint: str) -> _Waiting | None:
         """What the target is to be asked next; None if the answer is known, or cannot be asked for."""
@@ -112,27 +125,11 @@ def generate_batch(
     target's context does.
     """
     budgets = [min(max_new_tokens, context_limit(model) - len(prompt)) for prompt in prompts]
-    longest = max(len(prompt) for prompt in prompts)
-    # The value of a padding id does not matter: it is masked everywhere.
-    ids_BS = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
-    mask_BS = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    positions_BS = (mask_BS.cumsum(-1) - 1).clamp(min=0)
     rows = list(range(len(prompts)))
     outputs: list[list[int]] = [[] for _ in prompts]
-    # transformers renamed the argument, and the field of the result, within the range of supported versions.
-    cache_name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
-    cache: Any = None
+    batch = _Batch(model, prompts)
     for _ in range(max(budgets)):
-        step = model(
-            input_ids=ids_BS,
-            attention_mask=mask_BS,
-            position_ids=positions_BS,
-            use_cache=True,
-            logits_to_keep=1,
-            **{cache_name: cache},
-        )
-        cache = step[cache_name]
-        next_B = step.logits[:, -1].argmax(-1)
+        next_B = batch.forward().argmax(-1)
         going = []
         for place, (row, token) in enumerate(zip(rows, next_B.tolist(), strict=True)):
             outputs[row].append(token)
@@ -142,14 +139,73 @@ def generate_batch(
                 going.append(place)
         if not going:
             return
-        if len(going) < len(rows):
-            keep = torch.tensor(going, device=model.device)
-            cache.batch_select_indices(keep)
-            rows = [rows[place] for place in going]
-            next_B, mask_BS, positions_BS = next_B[keep], mask_BS[keep], positions_BS[keep]
-        ids_BS = next_B[:, None]
-        mask_BS = torch.cat([mask_BS, torch.ones_like(ids_BS)], dim=1)
-        positions_BS = positions_BS[:, -1:] + 1
+        rows = [rows[place] for place in going]
+        batch.go_on(going, next_B)
+
+
+class _Batch:
+    """Rows that grow together, one token in each forward."""
+
+    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]]) -> None:
+        longest = max(len(prompt) for prompt in prompts)
+        # The value of a padding id does not matter: it is masked everywhere.
+        self.ids_BS = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=model.device)
+        self.mask_BS = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+        self.positions_BS = (self.mask_BS.cumsum(-1) - 1).clamp(min=0)
+        self.model, self.cache, self.few_logits = model, None, last_logits_only(model)
+
+    def forward(self) -> Tensor:
+        """[B, V] logits of each row's next token."""
+        logits_B1V, self.cache = cached_forward(
+            self.model, self.ids_BS, self.positions_BS, self.cache, attention_mask=self.mask_BS, **self.few_logits
+        )
+        return logits_B1V[:, -1]
+
+    def go_on(self, places: Sequence[int], next_B: Tensor) -> None:
+        """Take out the rows that are not named, and give each of the others its next token."""
+        keep = torch.tensor(places, device=next_B.device)
+        if len(places) < len(next_B):
+            select_rows(self.cache, keep)
+        self.ids_BS = next_B[keep, None]
+        self.mask_BS = torch.cat([self.mask_BS[keep], torch.ones_like(self.ids_BS)], dim=1)
+        self.positions_BS = self.positions_BS[keep, -1:] + 1
+
+
+@torch.no_grad()
+def largest_batch(model: PreTrainedModel, wanted: int) -> int:
+    """As many rows at once as are wanted, or one where this target answers otherwise in a batch than alone.
+
+    Found by trying: prompts of a few random tokens, and one more token behind some of them. Costs a dozen short forwards.
+
+    Raises:
+        TargetError: what transformers computes behind a cache is wrong for a single row, too.
+    """
+    generator, vocab_size = torch.Generator().manual_seed(0), text_config(model.config).vocab_size
+    ids = torch.randint(vocab_size, (_PROBED_ROWS, _PROBED_ROWS + 2), generator=generator).to(model.device)
+    prompts, tokens, going = [row[: 2 + i].tolist() for i, row in enumerate(ids)], ids[:, -1], range(0, _PROBED_ROWS, 2)
+    alone = [torch.cat([ids[i, : 2 + i], tokens[i : i + 1]]) for i in going]
+    right = torch.cat([model(input_ids=row_S[None], use_cache=False).logits[0, -2:] for row_S in alone])
+    if wanted == 1 or unlike(_continued(model, prompts, tokens, going), right):
+        single = [_continued(model, [prompts[i]], tokens[i : i + 1], [0]) for i in going]
+        if unlike(torch.cat(single), right):
+            raise TargetError(
+                f"{type(model).__name__}: transformers gives other logits behind a cache than without one, so that "
+                "answers made here would not be the target's: let a server answer (--base-url)"
+            )
+        if wanted > 1:
+            say("this target answers otherwise in a batch than alone: its answers are made one at a time")
+        return 1
+    return wanted
+
+
+def _continued(
+    model: PreTrainedModel, prompts: Sequence[Sequence[int]], tokens: Tensor, going: Sequence[int]
+) -> Tensor:
+    """[2n, V] logits behind the n prompts that are named, and behind one more token of each."""
+    batch = _Batch(model, prompts)
+    before = batch.forward()[list(going)]
+    batch.go_on(going, tokens)
+    return torch.stack([before, batch.forward()], dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,10 @@ _SAME_AS_DEFAULT = ("mrope", "proportional")
 _MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """With one position per token, which is all a drafter sees, these change nothing."""
 
+_OF_TARGETS = (*_MULTIMODAL, "llama_4_scaling_beta", "max_position_embeddings")
+"""What targets write among their rotary settings and drafters do not have: Ministral 3 and Mistral 4 scale their queries
+with the position, which is no rotation, and repeat the longest position."""
+
 
 def rope_of_target(config: PretrainedConfig) -> dict[str, Any]:
     """`rope_type`, `rope_theta` and every number of the type, for the drafter of a target.
@@ -73,14 +77,20 @@ def rope_of_target(config: PretrainedConfig) -> dict[str, Any]:
             f"target of type {config.model_type} scales its rotary positions by {kind!r}: "
             f"drafters can do {', '.join(KINDS)}"
         )
-    numbers = {name: value for name, value in found.items() if name not in (*_MULTIMODAL, "partial_rotary_factor")}
+    numbers = {name: value for name, value in found.items() if name not in (*_OF_TARGETS, "partial_rotary_factor")}
     beside = [getattr(config, name) for name in (_ORIGINAL, "max_position_embeddings") if hasattr(config, name)]
     if _ORIGINAL in KINDS[kind][0] and beside:
         numbers.setdefault(_ORIGINAL, beside[0])
     missing, unknown = _faults(kind, numbers)
-    if missing or unknown:
-        fault = f"lacks {missing[0]}" if missing else f"has {unknown[0]}, which Draftline does not know"
-        raise TargetError(f"target of type {config.model_type}: its rotary scaling {kind!r} {fault}: fix config.json")
+    if missing:
+        raise TargetError(
+            f"target of type {config.model_type}: its rotary scaling {kind!r} lacks {missing[0]}: add it to config.json"
+        )
+    if unknown:
+        raise TargetError(
+            f"target of type {config.model_type}: its rotary scaling {kind!r} has {unknown[0]}, which no reader of "
+            "drafters computes: this target is not supported"
+        )
     return {"rope_type": kind, "rope_theta": float(theta if theta is not None else NO_ROPE_THETA), **numbers}
 
 

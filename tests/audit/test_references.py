@@ -36,7 +36,7 @@ from draftline.records import Sample
 from draftline.targets.head import find_parts
 from draftline.targets.model import build_target
 from tests.formats.drafters import ALL_SLIDING, MIX, SMALL, make_drafter, make_target
-from tests.targets.families import FAMILIES, random_ids, tiny
+from tests.targets.families import FAMILIES, FEW, random_ids, tiny
 
 SCALINGS = {
     "default": {},
@@ -120,7 +120,7 @@ def test_layers_are_found_as_transformers_names_them(family: str) -> None:
     assert decoder_layers(model) == list(find_parts(model).decoder_layers)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_embedding_and_head_are_the_models_own(family: str) -> None:
     model = tiny(family)
     target, ids = build_target(family, model, None), random_ids(1, 9)[0]

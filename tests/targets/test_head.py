@@ -9,7 +9,7 @@ from torch import nn
 from draftline.errors import TargetError
 from draftline.targets.head import ReducedHead, TargetHead
 from draftline.targets.model import build_target
-from tests.targets.families import FAMILIES, random_ids, tiny
+from tests.targets.families import FEW, random_ids, tiny
 
 
 @pytest.mark.parametrize(
@@ -20,6 +20,9 @@ from tests.targets.families import FAMILIES, random_ids, tiny
         ("cohere", 0.25, None, 1.0, 1.0),
         ("gemma2", 1.0, 0.5, 1.0, 32**0.5),
         ("gemma3-wrapper", 1.0, None, 1.0, 32**0.5),
+        ("afmoe", 1.0, None, 32**0.5, 32**0.5),
+        ("falcon-h1", 0.5, None, 3.0, 3.0),
+        ("hyperclovax", 2.0, None, 3.0, 3.0),
     ],
 )
 def test_scales_and_caps_are_found(
@@ -32,7 +35,7 @@ def test_scales_and_caps_are_found(
     assert target.input_embedding_scale == pytest.approx(embedding, rel=1e-6)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt2"])
+@pytest.mark.parametrize("family", [name for name in FEW if name != "gpt2"])
 def test_embed_is_what_the_first_layer_receives(family: str) -> None:
     target = build_target(family, tiny(family), None)
     received = []

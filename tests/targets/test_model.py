@@ -23,7 +23,7 @@ from draftline.targets.model import (
     stop_token_ids,
     weights_fingerprint,
 )
-from tests.targets.families import CHAT_TEMPLATE, FAMILIES, random_ids, tiny, word_tokenizer
+from tests.targets.families import CHAT_TEMPLATE, FEW, random_ids, tiny, word_tokenizer
 
 
 def load(folder: Path | str, **settings: str) -> Target:
@@ -41,7 +41,7 @@ def edit_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps({**tree, **changes}))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_every_family_comes_back_from_a_folder(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     save_target(build_target(family, model, None), tmp_path / family)
@@ -259,7 +259,7 @@ def test_an_answer_ends_with_what_the_model_and_the_tokenizer_say(configured: ob
     assert stop_token_ids(model, tokenizer) == stops | own
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FEW)
 def test_the_context_is_that_of_the_text_model_with_and_without_its_weights(family: str, tmp_path: Path) -> None:
     model = tiny(family)
     save_target(build_target(family, model, None), tmp_path / family)

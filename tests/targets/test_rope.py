@@ -83,6 +83,15 @@ class RawConfig(PretrainedConfig):
             },
             {"rope_type": "default", "rope_theta": 1e6},
         ),
+        (
+            {
+                "rope_parameters": {
+                    "rope_type": "yarn", "type": "yarn", "rope_theta": 1e6, **YARN, "mscale": 1.0,
+                    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 128,
+                }
+            },
+            {"rope_type": "yarn", "rope_theta": 1e6, **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
         ({}, {"rope_type": "default", "rope_theta": 1e4}),
     ],
 )
@@ -94,8 +103,11 @@ def test_targets(fields: dict[str, Any], wanted: dict[str, Any]) -> None:
     ("rope", "message"),
     [
         ({"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}, "'longrope': drafters can do default, linear"),
-        ({"rope_type": "linear", "rope_theta": 1e4}, "lacks factor"),
-        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0}, "has alpha"),
+        ({"rope_type": "linear", "rope_theta": 1e4}, "lacks factor: add it to config.json"),
+        (
+            {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 1000.0},
+            "has alpha, which no reader .* not supported",
+        ),
         ({"main": {"rope_theta": 1e4}, "compress": {"rope_theta": 1e5}}, "none for full_attention"),
     ],
 )
