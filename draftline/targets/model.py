@@ -323,9 +323,11 @@ def _load_tokenizer(config: TargetConfig, source: str, local_only: bool) -> PreT
     folder = Path(source)
     if folder.is_dir() and not any((folder / name).exists() for name in _TOKENIZER_FILES):
         return None
+    # Where mistral-common is installed, transformers would take its tokenizer, which renders chats without a template.
+    options = {"mistral_format": False} if (folder / "tekken.json").exists() else {}
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
+            source, trust_remote_code=config.trust_remote_code, local_files_only=local_only, **options
         )
     except _LOAD_ERRORS as error:
         raise TargetError(f"target {config.name}: its tokenizer cannot be loaded: {_first_line(error)}") from error

@@ -175,7 +175,7 @@ class _Batch:
 def largest_batch(model: PreTrainedModel, wanted: int) -> int:
     """As many rows at once as are wanted, or one where this target answers otherwise in a batch than alone.
 
-    Found by trying: prompts of a few random tokens, and one more token behind some of them. Costs a dozen short forwards.
+    Found by trying, in a dozen short forwards: prompts of random tokens, and one more token behind some of them.
 
     Raises:
         TargetError: what transformers computes behind a cache is wrong for a single row, too.

@@ -45,8 +45,8 @@ _MULTIMODAL = ("mrope_section", "mrope_interleaved")
 """With one position per token, which is all a drafter sees, these change nothing."""
 
 _OF_TARGETS = (*_MULTIMODAL, "llama_4_scaling_beta", "max_position_embeddings")
-"""What targets write among their rotary settings and drafters do not have: Ministral 3 and Mistral 4 scale their queries
-with the position, which is no rotation, and repeat the longest position."""
+"""What targets write among their rotary settings and drafters do not have: Ministral 3 and Mistral 4 scale their
+queries with the position, which is no rotation, and repeat the longest position."""
 
 
 def rope_of_target(config: PretrainedConfig) -> dict[str, Any]:

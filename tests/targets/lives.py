@@ -63,10 +63,8 @@ def live(family: str, folder: Path) -> Life:
     note(life, "train", "")
     drafter, result = str(folder / "drafter"), folder / "result.json"
     note(life, "export", call(["export", out, "--out", drafter]))
-    fault = call(
-        ["evaluate", "--target", target, "--draft", drafter, "--prompts", str(prompts), "--max-new-tokens", "16"]
-        + ["--json", str(result)]
-    )
+    decoding = ["--draft", drafter, "--prompts", str(prompts), "--max-new-tokens", "16", "--json", str(result)]
+    fault = call(["evaluate", "--target", target, *decoding])
     if not fault and json.loads(result.read_text())["greedy_equal"] != 1.0:
         fault = "some outputs are not those of plain greedy decoding"
     return note(life, "evaluate", fault.replace(f"{target}: ", ""))
@@ -115,7 +113,8 @@ def unlike_states(name: str, data: Path) -> str:
     """Whether the states of conversations in a batch are those that each has alone."""
     try:
         loop = TargetForwardLoop(load_target(TargetConfig(name=name)), (0, 2), "last_hidden")
-        samples = [PreparedDataset.open(data)[i] for i in range(len(QUESTIONS))]
+        prepared = PreparedDataset.open(data)
+        samples = [prepared[i] for i in range(len(prepared))]
         for sample, together in zip(samples, loop.capture(samples), strict=True):
             (alone,) = loop.capture([sample])
             difference = (alone.hidden_states_SLD - together.hidden_states_SLD).abs().max()

@@ -67,7 +67,7 @@ def test_states_and_logits_of_every_family(family: str) -> None:
     torch.testing.assert_close(found, outputs[-1].flatten(0, 1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(target.head(found), logits.flatten(0, 1), rtol=1e-4, atol=1e-5)
     assert torch.equal(target.head.target_ids(found), logits.flatten(0, 1).argmax(-1))
-    # the test is sensitive: an earlier layer, or a norm applied twice, gives other logits (without weights, as OLMo's, none)
+    # the test is sensitive: an earlier layer, or a norm (with weights) applied twice, gives other logits
     twice = [target.final_norm(found)] if list(target.final_norm.parameters()) else []
     for wrong in (outputs[-2].flatten(0, 1), *twice):
         assert (target.head(wrong) - logits.flatten(0, 1)).abs().max() > 1e-3 * logits.abs().max()

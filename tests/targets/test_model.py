@@ -1,5 +1,6 @@
 """Targets from disk, from the package that carries one, and the ways in which loading fails."""
 
+import base64
 import importlib.util
 import json
 import socket
@@ -19,6 +20,7 @@ from draftline.targets.model import (
     load_context_limit,
     load_smollm2,
     load_target,
+    load_tokenizer,
     save_target,
     stop_token_ids,
     weights_fingerprint,
@@ -90,6 +92,21 @@ def test_a_target_without_tokenizer_or_template_is_refused_only_when_they_are_ne
         file.unlink()
     with pytest.raises(TargetError, match="has no tokenizer files"):
         load(folder).require_chat_template()
+
+
+def test_a_folder_may_have_mistrals_own_tokenizer_file_and_no_other(tmp_path: Path) -> None:
+    save_target(build_target("llama", tiny("llama"), None), tmp_path / "target")
+    texts = [bytes([byte]) for byte in range(256)] + [b"ab"]
+    tokens = [{"rank": rank, "token_bytes": base64.b64encode(text).decode()} for rank, text in enumerate(texts)]
+    marks = [{"rank": rank, "token_str": text} for rank, text in enumerate(("<unk>", "<s>", "</s>", "[INST]"))]
+    config = {"pattern": r"\p{L}+|.", "default_num_special_tokens": 6, "version": "v7"}
+    config |= {"num_vocab_tokens": len(tokens), "default_vocab_size": len(tokens) + 6}
+    file = {"config": config, "vocab": tokens, "special_tokens": marks}
+    (tmp_path / "target" / "tekken.json").write_text(json.dumps(file))
+    tokenizer = load_tokenizer(TargetConfig(name=str(tmp_path / "target")), chat_template=False)
+    assert tokenizer("[INST]abc").input_ids == [3, 6 + 256, 6 + ord("c")]
+    with pytest.raises(TemplateError, match="put a chat_template"):
+        load_tokenizer(TargetConfig(name=str(tmp_path / "target")))
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,14 @@ class RawConfig(PretrainedConfig):
         (
             {
                 "rope_parameters": {
-                    "rope_type": "yarn", "type": "yarn", "rope_theta": 1e6, **YARN, "mscale": 1.0,
-                    "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1, "max_position_embeddings": 128,
+                    "rope_type": "yarn",
+                    "type": "yarn",
+                    "rope_theta": 1e6,
+                    **YARN,
+                    "mscale": 1.0,
+                    "mscale_all_dim": 1.0,
+                    "llama_4_scaling_beta": 0.1,
+                    "max_position_embeddings": 128,
                 }
             },
             {"rope_type": "yarn", "rope_theta": 1e6, **YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
