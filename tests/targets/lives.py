@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from draftline.errors import DraftlineError
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import build_target, load_target
 from tests.data.chat_tokenizers import CHATML, make_tokenizer
-from tests.targets.families import tiny
+from tests.targets.families import FAMILIES, UNSUPPORTED, tiny
 
 PARTS = ("regenerate", "capture", "audit", "train", "export", "evaluate")
 """In the order of a life; `train` is three steps, behind the audit."""
@@ -132,3 +132,43 @@ def refusal(family: str) -> str:
     except DraftlineError as error:
         return str(error)
     return ""
+
+
+HEAD = """# Targets
+
+Tiny random models of the families of transformers, each through its whole life with the commands of a user. Written by
+`python -m scripts.target_table [FAMILY ...]`, which lives the families named (default: all) and keeps the lines of the
+others; `make test-slow` lives every line again, and holds answers, captures and three steps for the families that have
+no line yet.
+
+| part | what it takes |
+|---|---|
+| regenerate | `prepare --regenerate` in a batch of prompts of different lengths gives the answers of single prompts |
+| capture | states of conversations in a batch are those of each alone, to 1e-4 |
+| audit | `train` finds nothing that stops a run |
+| train, export | three steps, and a folder that reads back as what was trained |
+| evaluate | with the drafter every output is that of plain greedy decoding |
+
+Sizes differ where a configuration lets them: `tests/targets/families.py` has each. That a family is here says that its
+layers are understood, and nothing about the quality of a drafter.
+"""
+
+
+def read_lines() -> dict[str, str]:
+    """The lines of the page, by family."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines() if PAGE.exists() else []
+    return {line.split("|")[1].strip(): line for line in lines if line.split("|")[1:2] and line.count("|") > 3}
+
+
+def line_of(family: str, life: Life) -> str:
+    """The line of a family that was lived."""
+    why = "; ".join(f"{part}: {fault}" for part, fault in life.failures.items())
+    return " | ".join([f"| {family}", *life.cells(), f"{why.replace('|', ' ')} |"])
+
+
+def page(lines: Mapping[str, str]) -> str:
+    """The page with these lines."""
+    head = f"| family | {' | '.join(PARTS)} | why not |\n|{'---|' * (len(PARTS) + 2)}\n"
+    body = "".join(lines[family] + "\n" for family in FAMILIES if family in lines)
+    refused = "".join(f"| {family} | {refusal(family)} |\n" for family in UNSUPPORTED)
+    return f"{HEAD}\n{head}{body}\nThese cannot be targets:\n\n| family | message |\n|---|---|\n{refused}"

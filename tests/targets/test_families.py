@@ -20,6 +20,7 @@ from draftline.targets.model import Target, build_target
 from draftline.targets.regenerate import generate_batch, largest_batch
 from tests.evaluate.pairs import Clairvoyant
 from tests.targets.families import FAMILIES, FEW, RECURRENT, UNSUPPORTED, random_ids, tiny
+from tests.targets.lives import PAGE, line_of, live, page, read_lines
 
 NOT_DECODED = {
     "jamba": "transformers gives other logits for several tokens behind a cache than without one",
@@ -109,3 +110,15 @@ def test_what_cannot_be_a_target_is_told_why(family: str) -> None:
         build_target(family, tiny(family), None)
     assert UNSUPPORTED[family][1] in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_the_page_has_forty_families_or_more_and_what_is_said_of_the_others() -> None:
+    lines = read_lines()
+    assert PAGE.read_text(encoding="utf-8") == page(lines)
+    assert len(lines.keys() & FAMILIES.keys()) >= 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in read_lines() if family in FAMILIES])
+def test_a_whole_life_ends_as_the_page_says(family: str, tmp_path: Path) -> None:
+    assert line_of(family, live(family, tmp_path)) == read_lines()[family]
