@@ -120,5 +120,6 @@ def test_the_page_has_forty_families_or_more_and_what_is_said_of_the_others() ->
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in read_lines() if family in FAMILIES])
+@pytest.mark.filterwarnings("default")
 def test_a_whole_life_ends_as_the_page_says(family: str, tmp_path: Path) -> None:
     assert line_of(family, live(family, tmp_path)) == read_lines()[family]
