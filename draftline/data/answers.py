@@ -38,7 +38,7 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Answer(BaseModel):
-    """One answered turn; `output_ids` are the generated tokens with the stop token, absent from a server's answer."""
+    """One answered turn; `output_ids` are the generated tokens with the stop token, if a server tells them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,6 +57,7 @@ class Answer(BaseModel):
             reasoning_content=self.reasoning_content,
             tool_calls=self.tool_calls,
             finish_reason=self.finish_reason,
+            output_ids=self.output_ids,
         )
 
 

@@ -57,7 +57,8 @@ class Message(_Strict):
         reasoning_field: the name under which the row had it; the template is given it under the same name if that is
             one under which it shows reasoning.
         train: whether an assistant turn is supervised (a row's own `weight` or `train` flag).
-        finish_reason: why a regenerated answer ended; `length` means that it was cut and has no end token.
+        finish_reason: why an answer ended; `length` means that it was cut and has no end token.
+        output_ids: the generated tokens of a regenerated answer, with the stop token, if they are known.
     """
 
     role: str
@@ -69,6 +70,7 @@ class Message(_Strict):
     name: str | None = None
     train: bool = True
     finish_reason: FinishReason | None = None
+    output_ids: tuple[int, ...] = ()
 
     def for_template(self, *, text_arguments: bool = False) -> dict[str, Any]:
         """The message as a chat template wants it: absent fields absent, because templates test `is defined`.

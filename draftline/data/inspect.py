@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +111,17 @@ def _tokens(
     return [Token(text, supervised, anchor, slot) for text, supervised, anchor, slot in drawn]
 
 
+def _visible(text: str) -> str:
+    """The text with control characters written out: a terminal must not take data for commands."""
+    if text.isprintable():
+        return text
+    return "".join(c if c in "\n\t" or unicodedata.category(c) not in ("Cc", "Cf") else _written(c) for c in text)
+
+
+def _written(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
 def conversations_text(views: Sequence[ConversationView], *, color: bool) -> Text:
     """The conversations for a terminal; without colour, brackets enclose what is supervised."""
     drawn = Text()
@@ -117,7 +129,8 @@ def conversations_text(views: Sequence[ConversationView], *, color: bool) -> Tex
         drawn.append(_LEGEND + "\n")
     for view in views:
         drawn.append(
-            f"\n{view.source}:{view.line}  {len(view.input_ids)} tokens, {view.supervised} supervised\n", "bold"
+            f"\n{_visible(view.source)}:{view.line}  {len(view.input_ids)} tokens, {view.supervised} supervised\n",
+            "bold",
         )
         before = False
         shown_anchor = False
@@ -126,11 +139,11 @@ def conversations_text(views: Sequence[ConversationView], *, color: bool) -> Tex
                 drawn.append("[" if token.supervised else "]")
             before = token.supervised
             if color:
-                drawn.append(token.text, _COLORS[token.style])
+                drawn.append(_visible(token.text), _COLORS[token.style])
                 continue
             mark = "^" if token.anchor and not shown_anchor else "_" if token.slot else ""
             shown_anchor = shown_anchor or token.anchor
-            drawn.append(mark + token.text)
+            drawn.append(mark + _visible(token.text))
         drawn.append("]\n" if before and not color else "\n")
     return drawn
 

@@ -1,6 +1,7 @@
 """From a row to token ids and the loss mask, and from token ids back to their text.
 
-The ids are exactly what the target's own chat template gives for the whole conversation, tokenised once. The mask is
+The ids are exactly what the target's own chat template gives for the whole conversation, tokenised once; where the ids
+of an answer are known because the target generated it, they are those. The mask is
 true on the tokens that lie wholly inside an answer's span; a token that the tokenizer merged from the template's text
 and the answer's is not supervised, because no target ever generates it there.
 
@@ -69,7 +70,7 @@ def render_conversations(
             results += [
                 item
                 if isinstance(item, Unusable)
-                else _to_tokens(item, next(encodings), conversation.messages, options)
+                else _to_tokens(template.tokenizer, item, next(encodings), conversation.messages, options)
                 for item, conversation in zip(located, batch, strict=True)
             ]
     return results
@@ -92,16 +93,62 @@ def render_conversation(
 
 
 def _to_tokens(
-    located: Located, encoding: Any, messages: Sequence[Message], options: MaskOptions
+    tokenizer: PreTrainedTokenizerBase,
+    located: Located,
+    encoding: Any,
+    messages: Sequence[Message],
+    options: MaskOptions,
 ) -> RenderedConversation | Unusable:
     ids = np.array(encoding.ids, dtype=np.int32)
-    if options.supervise == "all":
-        mask = np.ones(len(ids), dtype=bool)
-    else:
-        mask = token_mask(encoding.offsets, _supervised_ranges(located, messages, options))
+    ranges = [(0, len(located.text))] if options.supervise == "all" else _supervised_ranges(located, messages, options)
+    mask = token_mask(encoding.offsets, ranges) if options.supervise != "all" else np.ones(len(ids), dtype=bool)
     if located.unproven and not mask.any():
         return Unusable(located.unproven[0])
-    return RenderedConversation(located.text, ids, mask, tuple(_notes(located, messages)))
+    ids, mask, kept = _with_generated(tokenizer, located, encoding, messages, mask)
+    return RenderedConversation(located.text, ids, mask, (*_notes(located, messages), *kept))
+
+
+def _with_generated(
+    tokenizer: PreTrainedTokenizerBase,
+    located: Located,
+    encoding: Any,
+    messages: Sequence[Message],
+    mask: NDArray[np.bool_],
+) -> tuple[NDArray[np.int32], NDArray[np.bool_], list[str]]:
+    """Ids and mask with the ids that were generated, where they are known and another tokenisation of the same text.
+
+    What a tokenizer makes of the text of an answer is not always what the target generated, and templates space the
+    JSON of calls in their own way. Ids that do not spell the answer as the template shows it stay out, and are named.
+    """
+    ids, notes = np.array(encoding.ids, dtype=np.int32), []
+    spans = [span for span in located.spans if messages[span.turn].output_ids and len(span.pieces) == 1]
+    for span in reversed(spans):  # from the end, so that places before stay what they are
+        own = np.flatnonzero(token_mask(encoding.offsets, [(span.start, span.end)]))
+        if not len(own) or not mask[own].any():
+            continue
+        first, behind = int(own[0]), int(own[-1]) + 1
+        generated = list(messages[span.turn].output_ids)
+        if messages[span.turn].finish_reason != "length":
+            stops = np.flatnonzero(ids[first:behind] == generated[-1])
+            if len(stops):
+                behind = first + int(stops[-1]) + 1
+            elif generated[-1] in tokenizer.all_special_ids:
+                generated.pop()  # the template shows no end
+        else:
+            behind = first + int((mask[first:behind] != 0).sum())
+        if ids[first:behind].tolist() == generated:
+            continue
+        same = _spelt(tokenizer, generated) == _spelt(tokenizer, ids[first:behind].tolist())
+        notes.append("generated_ids_kept" if same else "generated_ids_do_not_fit")
+        if same:
+            ids = np.concatenate([ids[:first], np.array(generated, dtype=np.int32), ids[behind:]])
+            mask = np.concatenate([mask[:first], np.ones(len(generated), dtype=bool), mask[behind:]])
+    return ids, mask, list(dict.fromkeys(notes))
+
+
+def _spelt(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """The text of tokens without its white space, which templates strip and JSON does not care about."""
+    return "".join(decoded_text(tokenizer, ids).split())
 
 
 def _notes(located: Located, messages: Sequence[Message]) -> list[str]:

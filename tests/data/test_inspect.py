@@ -1,4 +1,5 @@
 import html
+import json
 import re
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_brackets_without_colour(views: list[ConversationView]) -> None:
     inside = plain[plain.index("assistant\n[") + len("assistant\n[") : plain.rindex("]")]
     assert inside.replace("^", "").replace("_", "") == "It is 字 four<|im_end|>".replace("_", "")
     assert conversations_text(views, color=True).plain.count("[") == 0
+
+
+def test_control_sequences_of_the_data_do_not_reach_the_terminal(tmp_path: Path) -> None:
+    answer = "a\x1b[31mb\x1b]0;title\x07c\u202ed\x9b2Je\r"
+    (tmp_path / "data.jsonl").write_text(json.dumps({"prompt": "q\x1b[2J", "completion": answer}), encoding="utf-8")
+    prepare(make_tokenizer(CHATML), [str(tmp_path / "data.jsonl")], tmp_path / "out", PrepareOptions())
+    views = inspect_dataset(tmp_path / "out", block_size=4)
+    for color in (False, True):
+        plain = conversations_text(views, color=color).plain
+        assert not set(plain) & set("\x1b\x07\x9b\r\u202e")
+        assert "\\x1b" in plain
 
 
 def test_tokens_of_a_sentencepiece_tokenizer_keep_their_spaces(tmp_path: Path) -> None:

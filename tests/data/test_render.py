@@ -120,6 +120,43 @@ def test_cut_answer_has_no_supervised_end() -> None:
     assert runs == ["one two three"]
 
 
+def test_generated_ids_are_what_is_trained() -> None:
+    """The ids of another tokenisation of the same answer, and of a call that was written without spaces."""
+    tokenizer = make_tokenizer(THINKING)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    letters = [token for letter in "It is four." for token in tokenizer(letter)["input_ids"]]
+    assert letters != tokenizer("It is four.")["input_ids"]
+    template = ChatTemplate(tokenizer)
+    for ids, finish in (([*letters, end], "stop"), (letters, "length")):
+        rendered = render_conversation(template, chat("?", "It is four.", output_ids=ids, finish_reason=finish))
+        assert isinstance(rendered, RenderedConversation)
+        assert rendered.input_ids[rendered.loss_mask].tolist() == ids
+        assert rendered.notes == ("generated_ids_kept",)
+        assert tokenizer.decode(rendered.input_ids) == rendered.text
+    compact = '<tool_call>{"name":"f","arguments":{"a":1}}</tool_call>'
+    written = [*tokenizer(compact)["input_ids"], end]
+    call = ToolCall(function=FunctionCall(name="f", arguments={"a": 1}))
+    answer = {"tool_calls": (call,), "output_ids": written, "finish_reason": "tool_calls"}
+    asked = chat("?", "", "!", "So.").messages
+    rendered = render_conversation(
+        template, Conversation(messages=(asked[0], asked[1].model_copy(update=answer), *asked[2:]))
+    )
+    assert isinstance(rendered, RenderedConversation)
+    assert tokenizer.decode(rendered.input_ids[rendered.loss_mask]) == compact + "<|im_end|>So.<|im_end|>"
+    assert rendered.text.count("\n") > tokenizer.decode(rendered.input_ids).count("\n")
+
+
+def test_generated_ids_of_another_text_stay_out_and_are_named() -> None:
+    tokenizer = make_tokenizer(CHATML)
+    ids = tokenizer("It is five.")["input_ids"]
+    rendered = render_conversation(
+        ChatTemplate(tokenizer), chat("?", "It is four.", output_ids=ids, finish_reason="length")
+    )
+    assert isinstance(rendered, RenderedConversation)
+    assert tokenizer.decode(rendered.input_ids[rendered.loss_mask]) == "It is four."
+    assert rendered.notes == ("generated_ids_do_not_fit",)
+
+
 def test_token_shared_with_the_header_is_not_supervised() -> None:
     """The answer's first line break merges with the header's, into a token that no target generates there."""
     rendered, runs = render(CHATML, chat("Hi", "\n\nHello "))
