@@ -21,6 +21,7 @@ from typing import Any, TextIO
 from pydantic import BaseModel, ConfigDict, ValidationError
 from transformers import PreTrainedTokenizerBase
 
+from draftline.data.calls import AnswerFormat, answer_format
 from draftline.data.conversations import (
     Conversation,
     FinishReason,
@@ -30,6 +31,7 @@ from draftline.data.conversations import (
     Unusable,
     hash_json,
 )
+from draftline.data.template import ChatTemplate
 from draftline.errors import DataError
 from draftline.progress import OnProgress
 from draftline.storage import storage_errors
@@ -71,14 +73,17 @@ def make_answer(
     key: str,
     output_ids: Sequence[int],
     stop_ids: frozenset[int],
-    *,
-    with_tools: bool,
+    asked: Conversation,
 ) -> Answer:
-    """Turn generated ids into an answer: the stop token taken off, reasoning and tool calls in their own fields."""
+    """Turn generated ids into an answer: the stop token taken off, reasoning and tool calls in their own fields.
+
+    They are read as the target's template writes them in the conversation that was `asked`.
+    """
     stopped = output_ids[-1] in stop_ids
     written = list(output_ids[:-1] if stopped else output_ids)
     text = str(tokenizer.decode(written, clean_up_tokenization_spaces=False))
-    content, reasoning, calls = parse_answer(text, with_tools=with_tools and stopped)
+    form = answer_format(ChatTemplate(tokenizer), asked) if tokenizer.chat_template else AnswerFormat()
+    content, reasoning, calls = parse_answer(text, with_tools=bool(asked.tools) and stopped, form=form)
     return Answer(
         key=key,
         content=content,
@@ -89,22 +94,30 @@ def make_answer(
     )
 
 
-def parse_answer(text: str, *, with_tools: bool) -> tuple[str, str | None, tuple[ToolCall, ...]]:
+def parse_answer(
+    text: str, *, with_tools: bool, form: AnswerFormat | None = None
+) -> tuple[str, str | None, tuple[ToolCall, ...]]:
     """Content, reasoning (None without any) and tool calls of the text that a target wrote.
 
-    A server with the right parsers does this itself; in process, two conventions cover the published targets: reasoning
-    between `<think>` and `</think>` (the opening tag may be part of the prompt), and calls as JSON objects between
-    `<tool_call>` and `</tool_call>`. Anything else stays content, word for word.
+    A server with the right parsers does this itself; in process, the answer is read in the form in which the target's
+    template writes one, or else by two conventions: reasoning between `<think>` and `</think>` (the opening tag may be
+    part of the prompt), and calls as JSON objects between `<tool_call>` and `</tool_call>`. Anything else stays
+    content, word for word.
     """
-    reasoning = None
+    form = form or AnswerFormat()
+    reasoning: str | None
     before, closing, after = text.partition("</think>")
     if closing:
-        reasoning = before.removeprefix("<think>").strip("\n")
-        text = after.lstrip("\n")
-    calls = tuple(_parse_calls(text)) if with_tools else ()
-    if calls:
-        text = _CALL.sub("", text).strip()
-    return text, reasoning, calls
+        reasoning, text = before.removeprefix("<think>").strip("\n"), after.lstrip("\n")
+    else:
+        reasoning, text = form.reasoning(text)
+    if not with_tools:
+        return text, reasoning, ()
+    read = form.read_calls(text)
+    if read is not None:
+        return read[0], reasoning, read[1]
+    calls = tuple(_parse_calls(text))
+    return _CALL.sub("", text).strip() if calls else text, reasoning, calls
 
 
 def _parse_calls(text: str) -> list[ToolCall]:

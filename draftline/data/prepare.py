@@ -23,6 +23,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftline.data.accounting import Accounting, refuse_bad_data
+from draftline.data.answers import answer_slots
 from draftline.data.conversations import Chat, Conversation, FormattedText, ParsedRow, TokenRow, Unusable, hash_json
 from draftline.data.dataset import (
     PARTIAL,
@@ -243,7 +244,7 @@ class Preparation:
         if self._answerer is None:
             return rows
         answered = iter(self._answerer([row.conversation for row in rows if isinstance(row, Chat)]))
-        return [_with_answers(row, next(answered)) if isinstance(row, Chat) else row for row in rows]
+        return [_answered(row, next(answered)) if isinstance(row, Chat) else row for row in rows]
 
     def _render(
         self, parsed: ParsedRow, rendered: Iterator[RenderedConversation | Unusable]
@@ -408,6 +409,16 @@ def usable(template: ChatTemplate, parsed: ParsedRow, *, answered_later: bool) -
     if not any(message.role == "user" for message in messages):
         return Unusable("no_user" if messages else "empty")
     return replace(parsed, conversation=conversation)
+
+
+def _answered(chat: Chat, answered: Conversation | Unusable) -> Chat | Unusable:
+    """The row with the target's answers; noted if it ends before a result, because no call could be read."""
+    row = _with_answers(chat, answered)
+    if isinstance(row, Unusable):
+        return row
+    answers = [message for message in row.conversation.messages if message.role == "assistant"]
+    stopped = len(answers) < len(answer_slots(chat.conversation)) and answers[-1].finish_reason != "length"
+    return replace(row, notes=(*row.notes, "ended_before_a_result_without_a_call")) if stopped else row
 
 
 def _with_answers(chat: Chat, answered: Conversation | Unusable) -> Chat | Unusable:

@@ -144,7 +144,7 @@ def answer_dialogue(
             generator=_generator(target, settings, (index, turn)),
         )
         ended = time.perf_counter()
-        answer = make_answer(tokenizer, "", drafted.output_ids, stop_ids, with_tools=bool(asked.tools)).as_message()
+        answer = make_answer(tokenizer, "", drafted.output_ids, stop_ids, asked).as_message()
         history.append(answer)
         dialogue = asked.model_copy(update={"messages": tuple(history)})
         yield DecodedTurn(index, turn, dialogue, ids, drafted, plain, between - started, ended - between)

@@ -106,8 +106,7 @@ class TargetAnswers:
         prompts = [prompt_ids for prompt_ids, _, _ in batch]
         for row, output_ids in generate_batch(self.model, prompts, stop_ids, self.settings.max_new_tokens):
             _, key, dialogue = batch[row]
-            with_tools = bool(dialogue.prompt().tools)
-            yield dialogue, make_answer(self.tokenizer, key, output_ids, stop_ids, with_tools=with_tools)
+            yield dialogue, make_answer(self.tokenizer, key, output_ids, stop_ids, dialogue.prompt())
 
 
 _Waiting = tuple[list[int], str, Dialogue]

@@ -309,6 +309,24 @@ def test_rows_that_ask_the_same_are_one_prompt(tmp_path: Path) -> None:
     assert (counting.asked, report["rows_out"], reasons(report["dropped"])) == (1, 1, {"duplicate": (9, 2)})
 
 
+def test_a_dialogue_that_ends_because_no_call_was_read_is_noted(tmp_path: Path) -> None:
+    class Talker:
+        def identity(self) -> dict[str, object]:
+            return {}
+
+        def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+            return [
+                Conversation(messages=(c.messages[0], Message(role="assistant", content="a"))) for c in conversations
+            ]
+
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    rows = [{"messages": [{"role": "user", "content": "q"}, call, {"role": "tool", "content": "7"}]}, row("other")]
+    report = prepare(
+        make_tokenizer(CHATML), [write(tmp_path / "data.jsonl", rows)], tmp_path / "out", PrepareOptions(), Talker()
+    )
+    assert reasons(report["flagged"])["ended_before_a_result_without_a_call"] == (1, 1)
+
+
 def test_shares_are_reported(tmp_path: Path) -> None:
     thinking = row("b", "так", reasoning_content="hm")
     report = run(tmp_path, [row("a"), thinking, row("a")], template=THINKING)
