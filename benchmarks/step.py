@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from draftline.config import DFlashConfig, LossConfig
 from draftline.draft.attention import GroupedAttention
 from draftline.draft.block import FrozenTarget, draw_anchors
-from draftline.draft.model import DFlashDraftModel
+from draftline.draft.model import DFlashDraftModel, qwen3_config
 from draftline.records import PackedBatch
 from draftline.targets.head import TargetHead
 from draftline.train.step import row_loss
@@ -138,35 +138,25 @@ def our_step(case: Case, send: Literal["last_hidden", "target_ids"]) -> tuple[Ca
     return step, row_loss(model, row, anchors, frozen, LossConfig(), GroupedAttention)[1].slots
 
 
-def their_step(case: Case) -> Callable[[], None]:
-    """One of speculators' steps on the same row, with its own draw of as many anchors."""
+def speculators_model(shape: DFlashConfig) -> Any:
+    """Their drafter of the same shape, weights drawn, with embedding and heads that do not train."""
     from speculators.config import SpeculatorsConfig, VerifierConfig
-    from speculators.losses.eager import ce_loss
     from speculators.models.dflash import DFlashSpeculatorConfig
     from speculators.models.dflash.core import DFlashDraftModel as TheirModel
     from speculators.proposals.greedy import GreedyTokenProposalConfig
-    from transformers import Qwen3Config
 
-    layers = Qwen3Config(
-        vocab_size=case.V,
-        hidden_size=case.D,
-        intermediate_size=case.width,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.kv_heads,
-        head_dim=HEAD_DIM,
-        attn_implementation="eager",
-    )
+    layers = qwen3_config(shape)
+    layers._attn_implementation = "eager"  # the only one that runs without an accelerator
     model = TheirModel(
         DFlashSpeculatorConfig(
             transformer_layer_config=layers,
-            draft_vocab_size=case.V,
-            block_size=case.P,
-            aux_hidden_state_layer_ids=list(range(2, CAPTURED + 2)),
-            mask_token_id=4,
+            draft_vocab_size=shape.vocab_size,
+            block_size=shape.block_size,
+            aux_hidden_state_layer_ids=[layer + 1 for layer in shape.target_layer_ids],
+            mask_token_id=shape.mask_token_id,
             speculators_config=SpeculatorsConfig(
                 algorithm="dflash",
-                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=case.P - 1)],
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=shape.num_speculative_tokens)],
                 default_proposal_method="greedy",
                 verifier=VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"]),
             ),
@@ -174,8 +164,16 @@ def their_step(case: Case) -> Callable[[], None]:
     )
     for name, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, std=0.02) if parameter.ndim > 1 else torch.nn.init.ones_(parameter)
-        parameter.requires_grad_(name.split(".")[0] not in ("embed_tokens", "lm_head", "verifier_lm_head"))
-    row = random_row(case)
+        frozen = name.split(".")[0] in ("embed_tokens", "lm_head", "verifier_lm_head", "verifier_norm")
+        parameter.requires_grad_(not frozen)
+    return model
+
+
+def their_step(case: Case) -> Callable[[], None]:
+    """One of speculators' steps on the same row, with its own draw of as many anchors."""
+    from speculators.losses.eager import ce_loss
+
+    model, row = speculators_model(shape_of(case)), random_row(case)
     options: dict[str, Any] = {
         "hidden_states": row.hidden_states_packed,
         "input_ids": row.input_ids,
