@@ -246,6 +246,15 @@ class RunConfig(Settings):
     pipeline: PipelineConfig = PipelineConfig()
 
 
+def default_recipe() -> RunConfig:
+    """What trains where no recipe is named: the published one, with what buys most per hour.
+
+    Matrices move by Muon and slots are weighed by D-PACE, at the rate that speculators 0.9 has for both; what each is
+    worth is measured in docs/guide/training.md, on small targets only.
+    """
+    return RunConfig(loss=LossConfig(weights="dpace"), optim=OptimConfig(name="muon", learning_rate=1e-3))
+
+
 def published_recipe() -> RunConfig:
     """The recipe of the paper (arXiv 2602.06036), with blocks of 8: the defaults of every setting.
 
@@ -257,15 +266,16 @@ def published_recipe() -> RunConfig:
 def quickstart_recipe() -> RunConfig:
     """The embedded target: a three-layer drafter in about two minutes on two cores.
 
-    Short rows and few anchors give many small steps, which such a short run needs more than large ones; the start from
-    the target's layers is worth about as much again as the time that there is.
+    Short rows give many small steps, which such a short run needs more than large ones. What each setting is worth:
+    docs/guide/training.md.
     """
     return RunConfig(
         target=TargetConfig(name="tiny"),
         drafter=DrafterConfig(num_layers=3, block_size=8, start_from="target_layers"),
-        optim=OptimConfig(learning_rate=3e-3, beta2=0.95),
+        loss=LossConfig(weights="dpace"),
+        optim=OptimConfig(name="muon", learning_rate=3e-3, beta2=0.95),
         train=TrainConfig(
-            max_steps=1100, num_anchors=12, tokens_per_row=512, log_every=20, eval_every=550, save_every=550
+            max_steps=1100, num_anchors=32, tokens_per_row=512, log_every=20, eval_every=550, save_every=550
         ),
         pipeline=PipelineConfig(mode="threads"),
     )
@@ -275,12 +285,14 @@ def small_model_recipe() -> RunConfig:
     """A target of about 100M parameters on a CPU, some hundred answers: hours, not days."""
     return RunConfig(
         drafter=DrafterConfig(num_layers=3, block_size=8),
-        optim=OptimConfig(learning_rate=1e-3),
+        loss=LossConfig(weights="dpace"),
+        optim=OptimConfig(name="muon", learning_rate=3e-3),
         train=TrainConfig(epochs=4, num_anchors=64, tokens_per_row=512, log_every=5, eval_every=400, save_every=100),
     )
 
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "default": default_recipe,
     "published": published_recipe,
     "quickstart": quickstart_recipe,
     "small-model": small_model_recipe,

@@ -353,7 +353,7 @@ class TrainCommand(Settings):
     """section.key=value words, see draftline/config.py."""
     flags: TrainFlags
     recipe: str | None = None
-    """published (the default), small-model or quickstart."""
+    """default, published, small-model or quickstart."""
     config: Path | None = None
     """YAML file with settings."""
     resume: bool = False
@@ -369,7 +369,7 @@ class AuditCommand(Settings):
     """Run folder, checkpoint, or drafter of any trainer; or settings of a run to come."""
     flags: RunFlags
     recipe: str | None = None
-    """published (the default), small-model or quickstart."""
+    """default, published, small-model or quickstart."""
     config: Path | None = None
     """YAML file with settings of the run to come."""
     select: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from draftline.config import (
     LossConfig,
     RunConfig,
     decay_gamma,
+    find_recipe,
     load_run_config,
     parse_run_config,
     read_api_key,
@@ -87,6 +88,19 @@ def test_words_win_over_the_file_and_later_words_over_earlier(tmp_path: Path) ->
     assert config.drafter.target_layer_ids == (1, 4)
     assert config.target.name == "smollm2"
     assert load_run_config(path, ["train.max_steps=null"]).train.max_steps is None
+
+
+def test_the_published_recipe_is_the_defaults_of_every_setting_and_the_default_one_is_faster() -> None:
+    assert find_recipe("published") == RunConfig()
+    changed = {
+        (section, key)
+        for section, settings in find_recipe("default").model_dump().items()
+        for key, value in settings.items()
+        if value != getattr(getattr(RunConfig(), section), key)
+    }
+    assert changed == {("loss", "weights"), ("optim", "name"), ("optim", "learning_rate")}
+    with pytest.raises(ConfigError, match="'paper' is not a recipe: use default, published, quickstart, small-model"):
+        find_recipe("paper")
 
 
 def test_words_change_the_recipe_they_start_from() -> None:

@@ -52,7 +52,7 @@ def train_settings(
     saved = RunFolder(out).config() if resume and recipe is None else None
     if saved is None and config is None and not any(word.startswith("target.name=") for word in words):
         raise ConfigError("nothing says what to train for: give --target, --config, or --resume with a run")
-    return load_run_config(config, words, saved or find_recipe(recipe or "published"))
+    return load_run_config(config, words, saved or find_recipe(recipe or "default"))
 
 
 def check_codes(allow: Collection[str]) -> None:

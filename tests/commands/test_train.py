@@ -12,7 +12,7 @@ import yaml
 from draftline import cli
 from draftline.audit.report import AuditReport, CheckResult, Finding
 from draftline.commands.train import check_codes, examine
-from draftline.config import RunConfig, load_run_config
+from draftline.config import RunConfig, find_recipe, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
 from draftline.run import Examination, Run, RunResult
 from draftline.train.run_folder import RunFolder
@@ -53,7 +53,7 @@ def test_flags_that_are_not_given_leave_the_file_alone(tmp_path: Path, started: 
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
     words = ("--config", str(tmp_path / "c.yaml"))
     assert train(tmp_path / "run", *words) == 0
-    assert started[0] == load_run_config(tmp_path / "c.yaml")
+    assert started[0] == load_run_config(tmp_path / "c.yaml", (), find_recipe("default"))
     assert train(tmp_path / "run", *words, "--target", "näher", "--target-dtype", "float32") == 0
     assert (started[1].target.name, started[1].target.dtype) == ("näher", "float32")
     assert started[1].target.trust_remote_code
