@@ -137,6 +137,8 @@ class LossConfig(Settings):
             raise ValueError(f"ce + kl + tv is {self.ce + self.kl + self.tv:g}: set shares that add up to 1")
         if self.top_k is not None and not self.teaches_distribution:
             raise ValueError(f"top_k = {self.top_k} cuts a distribution that is not taught: set kl or tv, or no top_k")
+        if self.decay_gamma is not None and self.weights == "dpace":
+            raise ValueError(f"decay_gamma = {self.decay_gamma:g} does nothing for dpace: set loss.weights=decay too")
         return self
 
     @property
@@ -172,6 +174,13 @@ class OptimConfig(Settings):
     """The rate at the last step as a share of the highest."""
     clip_norm: float = Field(1.0, gt=0)
     """Global gradient norm is cut to this."""
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimConfig:
+        if self.muon_learning_rate is not None and self.name == "adamw":
+            rate = self.muon_learning_rate
+            raise ValueError(f"muon_learning_rate = {rate:g} does nothing for adamw: set optim.name=muon too")
+        return self
 
 
 class TrainConfig(Settings):

@@ -90,6 +90,24 @@ def test_words_win_over_the_file_and_later_words_over_earlier(tmp_path: Path) ->
     assert load_run_config(path, ["train.max_steps=null"]).train.max_steps is None
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            ["loss.weights=dpace", "loss.decay_gamma=4"],
+            "decay_gamma = 4 does nothing for dpace: set loss.weights=decay",
+        ),
+        (
+            ["optim.muon_learning_rate=0.01"],
+            "muon_learning_rate = 0.01 does nothing for adamw: set optim.name=muon too",
+        ),
+    ],
+)
+def test_a_setting_that_would_do_nothing_is_refused(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_run_config(overrides=words)
+
+
 def test_the_published_recipe_is_the_defaults_of_every_setting_and_the_default_one_is_faster() -> None:
     assert find_recipe("published") == RunConfig()
     changed = {

@@ -20,7 +20,7 @@ def _audit_words(*words: str, recipe: str | None = None, **flags: Any) -> AuditR
 
 
 def test_words_are_settings_of_a_run_to_come() -> None:
-    report = _audit_words("loss.decay_gamma=7", target="tiny", recipe="quickstart")
+    report = _audit_words("loss.weights=decay", "loss.decay_gamma=7", target="tiny", recipe="quickstart")
     assert [finding.code for finding in report.findings] == ["LOS003"]
 
 
