@@ -462,10 +462,13 @@ class Judge:
 def _unsure(weight: Tensor, rate: float, optim: OptimConfig) -> float:
     """How far from the reference an update may end: its entries are about as large as its rate.
 
-    On an accelerator Muon iterates in bfloat16, which brings each singular value to another place near 1.
+    On an accelerator Muon iterates in bfloat16, which brings each singular value to another place near 1. On a CPU it
+    takes the eigenvalues of a float32 product, and singular values under a thousandth of the largest, as few slots
+    leave them, are then known to some per cent: up to 1.2 % of an update's largest entry was measured.
     """
-    narrow = goes_by_muon(weight, optim) and weight.device.type != "cpu"
-    return (0.3 if narrow else 0.01) * rate
+    if not goes_by_muon(weight, optim):
+        return 0.01 * rate
+    return (0.05 if weight.device.type == "cpu" else 0.3) * rate
 
 
 def as_computed(run: Run, drafter: ReferenceDrafter) -> ReferenceDrafter:
