@@ -87,7 +87,10 @@ def _summarised(probe: Probe, drafted: int) -> EvaluationResult:
         asked = tuple(message for message in said if message.role == "user")
         prompts.append(Prompt("first" if index < 2 else "second", index + 1, Conversation(messages=asked)))
     settings = EvaluationSettings(sampling=_SAMPLED)
-    return benchmark.summarise(target, probe.subject.draft_model, prompts, turns, settings, None)
+    try:
+        return benchmark.summarise(target, probe.subject.draft_model, prompts, turns, settings, None)
+    except TargetError as error:  # the cost of a round is measured by decoding
+        raise NotApplicable(f"this target is not decoded here: {error}") from error
 
 
 def _by_hand(drafted: int) -> dict[str, Any]:

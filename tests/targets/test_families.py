@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from draftline.audit import run_audit
 from draftline.audit.life import MemoryConversations
+from draftline.audit.subject import subject_to_come
 from draftline.config import load_run_config
 from draftline.data.split import choose_conversations
 from draftline.errors import TargetError
@@ -18,6 +20,7 @@ from draftline.records import Sample
 from draftline.run import assemble, train
 from draftline.targets.model import Target, build_target
 from draftline.targets.regenerate import generate_batch, largest_batch
+from tests.data.chat_tokenizers import CHATML, make_tokenizer
 from tests.evaluate.pairs import Clairvoyant
 from tests.targets.families import FAMILIES, FEW, RECURRENT, UNSUPPORTED, random_ids, tiny
 from tests.targets.lives import PAGE, line_of, live, page, read_lines
@@ -89,6 +92,14 @@ def test_answers_in_a_batch_and_in_blocks_are_the_targets_own(family: str) -> No
     assert generation.output_ids == answers[0]
     assert set(generation.accepted_per_forward[:-1]) == {1}
     assert (generation.replayed_forwards > 0) == (family in RECURRENT)
+
+
+@pytest.mark.parametrize("family", NOT_DECODED)
+def test_what_is_not_decoded_does_not_stop_an_audit_of_evaluations(family: str) -> None:
+    target = build_target(family, tiny(family, 420, 256), make_tokenizer(CHATML))
+    config = load_run_config(None, [*SETTINGS, f"target.name={family}", "drafter.mask_token_id=419"])
+    report = run_audit(subject_to_come(config, target), ("EVL",))
+    assert [finding.code for finding in report.findings] == []
 
 
 @pytest.mark.parametrize("family", quick(*FEW))
