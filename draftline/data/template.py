@@ -283,10 +283,10 @@ def _with_field(message: Message) -> Message:
     if message.reasoning_content:
         return message
     cut = unclosed_reasoning(message.content)
-    if cut is not None:
+    if cut:
         return message.model_copy(update={"reasoning_content": cut, "content": ""})
     found = split_reasoning(message.content)
-    if found is None:
+    if cut is not None or found is None:
         return message
     return message.model_copy(update={"reasoning_content": found[1] or None, "content": found[3]})
 

@@ -92,6 +92,11 @@ def test_reasoning_that_was_cut_has_no_end(template: str, run: str) -> None:
     assert runs == [run]
 
 
+def test_an_opening_tag_alone_is_an_answer_like_any_other() -> None:
+    _, runs = render(FIELD_ONLY, chat("?", "<think>", "!", "So.", finish_reason="stop"))
+    assert runs == ["<think><|im_end|>", "So.<|im_end|>"]
+
+
 def test_dropped_reasoning_is_reported() -> None:
     answer = Message(role="assistant", content="It is four.", reasoning_content="Two and two.")
     history = Conversation(messages=(TWO_TURNS.messages[0], answer, *TWO_TURNS.messages[2:]))
