@@ -282,9 +282,9 @@ def quickstart_recipe() -> RunConfig:
         target=TargetConfig(name="tiny"),
         drafter=DrafterConfig(num_layers=3, block_size=8, start_from="target_layers"),
         loss=LossConfig(weights="dpace"),
-        optim=OptimConfig(name="muon", learning_rate=3e-3, beta2=0.95),
+        optim=OptimConfig(name="muon", learning_rate=5e-3, beta2=0.95),
         train=TrainConfig(
-            max_steps=1100, num_anchors=32, tokens_per_row=512, log_every=20, eval_every=550, save_every=550
+            max_steps=900, num_anchors=32, tokens_per_row=512, log_every=20, eval_every=450, save_every=450
         ),
         pipeline=PipelineConfig(mode="threads"),
     )

@@ -7,6 +7,7 @@ that is wrong; it has to refuse, and by name where it has one.
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import typing
 from collections.abc import Callable, Iterator
@@ -127,7 +128,8 @@ def _resumes(life: Life) -> Iterator[str]:
     """The life's own folder, continued with one thing exchanged; the run is at its end, so that nothing is trained."""
     run = life.run
     data = replace(run.data, training=MemoryConversations([run.data.training[i] for i in (0, 0)], "other data"))
-    drafter = run.drafter.twin()
+    drafter = copy.copy(run.drafter)
+    drafter.model = copy.deepcopy(run.drafter.model)
     mask = run.shape.mask_token_id
     drafter.model.config = run.shape.model_copy(update={"mask_token_id": mask - 1 if mask else 1})
     seed = run.config.train.model_copy(update={"seed": run.config.train.seed + 1})
