@@ -47,8 +47,9 @@ def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
         return torch.nn.functional.one_hot(logits.argmax(-1), logits.shape[-1]).double()
     scores = logits.double() / sampling.temperature
     if 0 < sampling.top_k < scores.shape[-1]:
-        best = scores.topk(sampling.top_k, dim=-1)
-        scores = torch.full_like(scores, float("-inf")).scatter(-1, best.indices, best.values)
+        # tokens that tie with the last one kept stay too, as in transformers: in 16 bits such ties are frequent
+        least = scores.topk(sampling.top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(scores < least, float("-inf"))
     likely = scores.softmax(-1)
     if sampling.top_p < 1.0:
         ranked, order = likely.sort(dim=-1, descending=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
+from transformers import TopKLogitsWarper
 
 from draftline.draft.block import block_input_ids
 from draftline.draft.model import DFlashDraftModel
@@ -177,8 +178,12 @@ def test_probabilities_follow_the_naive_filter(sampling: Sampling) -> None:
     torch.testing.assert_close(probabilities(sampling, logits), expected, rtol=1e-6, atol=1e-7)
 
 
-def test_top_k_keeps_exactly_k_of_equal_logits() -> None:
-    assert (probabilities(Sampling(temperature=1.0, top_k=2), torch.zeros(1, 6)) > 0).sum() == 2
+def test_top_k_keeps_what_ties_with_the_last_token_kept_as_transformers_does() -> None:
+    logits = torch.randn(50, 40, generator=torch.Generator().manual_seed(0)).bfloat16().float().mul(4).round()
+    ours = probabilities(Sampling(temperature=1.0, top_k=5), logits)
+    theirs = TopKLogitsWarper(5)(None, logits.double()).softmax(-1)
+    assert ((theirs > 0).sum(1) > 5).any()
+    assert (ours - theirs).abs().max() < 1e-12
 
 
 @pytest.mark.parametrize(
