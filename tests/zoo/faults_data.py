@@ -17,7 +17,7 @@ from draftline.records import Sample
 from draftline.targets import regenerate as regenerate_module
 from tests.zoo import pipeline
 from tests.zoo.fault import fault, packing, unchecked_data, with_samples
-from tests.zoo.pipeline import Recipe, World, chat_tokenizer
+from tests.zoo.pipeline import MASK, Recipe, World, chat_tokenizer
 
 CHAT = Recipe(data="chats")
 ROWS = Recipe(data="rows")
@@ -188,3 +188,4 @@ def _(world: World) -> None:
 @fault("the target answers on behind its own stop token", "B105", "DAT004", ASKED)
 def _(world: World) -> None:
     world.patch.setattr(regenerate_module, "stop_token_ids", lambda _model, _tokenizer: frozenset({0}))
+    world.set("drafter", mask_token_id=MASK - 2)  # the longer answers contain the one that others leave alone

@@ -9,6 +9,7 @@ from typing import Any
 from draftline.data import prepare as prepare_module
 from draftline.data import render as render_module
 from draftline.data.conversations import Conversation, hash_json
+from draftline.data.spans import Located
 from draftline.data.template import ChatTemplate
 from draftline.train.checkpoint import TrainState
 from draftline.train.log import RunLog
@@ -49,7 +50,11 @@ def _(world: World) -> None:
 @fault("prepare supervises the last answer alone", "B05", "DAT013", ROWS)
 def _(world: World) -> None:
     clean = render_module._supervised_ranges
-    world.patch.setattr(render_module, "_supervised_ranges", lambda spans, *rest: clean(spans[-1:], *rest))
+
+    def last(located: Located, *rest: Any) -> Any:
+        return clean(replace(located, spans=located.spans[-1:]), *rest)
+
+    world.patch.setattr(render_module, "_supervised_ranges", last)
 
 
 @fault("prepare leaves the first token of answers out", "B04", "DAT013", ROWS)

@@ -254,7 +254,7 @@ def _(world: World) -> None:
     world.patch.setattr(Sampler, "_rows_of_epoch", rows)
 
 
-@fault("cross entropy in bfloat16", "B58", "LOS010")
+@fault("cross entropy in bfloat16", "B58", "LOS001")
 def _(world: World) -> None:
     clean = step_module.slot_loss_sum
 

@@ -42,7 +42,10 @@ Product = dict[str, Any]
 
 _STOP_AFTER = 4
 """Steps: the end of the second pass."""
-_TIMES = ("seconds", "tokens_per_second", "baseline_tokens_per_second", "speedup")
+_TIMES = (
+    *("seconds", "tokens_per_second", "baseline_tokens_per_second", "speedup"),
+    *("by_draft_length", "best_num_speculative_tokens"),
+)
 
 
 def ready(recipe: Recipe, patch: pytest.MonkeyPatch, folder: Path) -> World:
