@@ -273,7 +273,7 @@ def published_recipe() -> RunConfig:
 
 
 def quickstart_recipe() -> RunConfig:
-    """The embedded target: a three-layer drafter in about two minutes on two cores.
+    """The embedded target: a three-layer drafter in about five minutes on two cores.
 
     Short rows give many small steps, which such a short run needs more than large ones. What each setting is worth:
     docs/guide/training.md.

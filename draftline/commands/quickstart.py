@@ -29,7 +29,7 @@ LEAVES = {"target", "data", "run", "drafter", "heldout.jsonl", "evaluate.json"}
 
 
 def quickstart(options: QuickstartCommand) -> None:
-    """The whole job on the embedded target: answers, training, export, measurement; about three minutes.
+    """The whole job on the embedded target: answers, training, export, measurement; some minutes.
 
     A second call goes on where the first one was interrupted.
     """
@@ -44,7 +44,7 @@ def quickstart(options: QuickstartCommand) -> None:
 
 
 def run_quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
-    """The whole job on the embedded target: answers, training, export, measurement. About three minutes on two cores.
+    """The whole job on the embedded target: answers, training, export, measurement. Some minutes on two cores.
 
     Leaves OUT/target (Hugging Face folder) and OUT/drafter (z-lab export), both float32, OUT/data, OUT/run,
     OUT/heldout.jsonl (prompts that were not trained on) and OUT/evaluate.json. What an earlier call has completed is
