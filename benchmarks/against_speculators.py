@@ -1,6 +1,6 @@
 """Draftline and speculators 0.9 train the same drafter for the same processor time; both are decoded by our decoder.
 
-    python benchmarks/against_speculators.py --recipe quickstart --target T --data DATA --heldout DATA/heldout \
+    python -m benchmarks.against_speculators --recipe quickstart --target T --data DATA --heldout DATA/heldout \
         --states STATES --prompts DATA/heldout/prompts.jsonl --seconds 150 --out FOLDER [section.key=value ...]
 
 The same target, captured states, packed rows, held-out prompts, shape and block size; one thread each, one after the

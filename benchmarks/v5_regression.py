@@ -55,6 +55,12 @@ from draftline.train.run_folder import RunFolder
 from draftline.transfer.pack import CaptureLoop
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
 
+PUBLISHED = {
+    "quickstart": ("optim.learning_rate=3e-3", "train.num_anchors=12"),
+    "small-model": ("optim.learning_rate=1e-3",),
+}
+"""By recipe, what goes with AdamW and the fixed decay: version 5 trained with these, and so do all arms."""
+
 WRONG_GAMMA = 7.0
 DONE = "decoded.json"
 
@@ -221,7 +227,9 @@ def main() -> None:
     if words.job == "summary":
         summary(words.out)
         return
-    config = load_run_config(None, [f"target.name={words.target}", *words.settings], find_recipe(words.recipe))
+    published = ("optim.name=adamw", "loss.weights=decay", *PUBLISHED.get(words.recipe, ()))
+    settings = [f"target.name={words.target}", *published, *words.settings]
+    config = load_run_config(None, settings, find_recipe(words.recipe))
     config = config.model_copy(update={"data": config.data.model_copy(update={"path": words.data})})
     with intra_op_threads(1):
         if words.job == "audit":
