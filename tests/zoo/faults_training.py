@@ -20,7 +20,7 @@ from draftline.train import checkpoint as checkpoint_module
 from draftline.train import step as step_module
 from draftline.train.checkpoint import TrainState
 from tests.zoo.fault import fault, losing, on_frozen, on_model, on_optimizer
-from tests.zoo.pipeline import Recipe, World
+from tests.zoo.pipeline import Recipe, World, in_precision
 
 
 def _blocks_of(size: int) -> Recipe:
@@ -74,6 +74,23 @@ def _(world: World) -> None:
         return replace(right, loss_sum=right.loss_sum + 0.5 * right.loss_sum.detach())
 
     world.patch.setattr(step_module, "slot_loss_sum", results)
+
+
+class _NarrowTorch:
+    """Torch as the loss sees it, where nothing is widened: what is float32 already stays what it is."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def promote_types(self, of: torch.dtype, _least: torch.dtype) -> torch.dtype:
+        return of
+
+
+@fault(
+    "logits are not widened before the exponentials", "B71", "LOS010", in_precision(Recipe(), "bfloat16", "bfloat16")
+)
+def _(world: World) -> None:
+    world.patch.setattr(loss_module, "torch", _NarrowTorch())
 
 
 def _label_shift(world: World, by: int) -> None:
