@@ -60,6 +60,8 @@ class TargetConfig(Settings):
     """auto (the first accelerator if there is one, else cpu), cpu, cuda, cuda:1, ..."""
     trust_remote_code: bool = False
     """Run code that ships with the target."""
+    chat_template: Path | None = None
+    """File with a chat template instead of the target's."""
 
 
 class DataConfig(Settings):

@@ -13,10 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+import yaml
+from pydantic import BeforeValidator, Field, model_validator
 
 from draftline.config import DataConfig, DrafterConfig, ExportDtype, Flag, Settings, TargetConfig
 from draftline.errors import ConfigError
+
+TEMPLATE_ARGUMENTS = frozenset(
+    {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
+     "return_assistant_tokens_mask", "sanitize_control_tokens", "messages"}
+)  # fmt: skip
+"""What a template is called with anyway, so that no option may be named so."""
 
 Reader = Literal["zlab", "vllm", "sglang", "llama.cpp", "speculators"]
 
@@ -76,6 +84,8 @@ class RunFlags(Settings):
     """Of both halves: auto, cpu, cuda:1, ..."""
     trust_remote_code: Annotated[bool | None, Flag("--trust-remote-code"), Sets(("target.trust_remote_code",))] = None
     """Run code that ships with the target."""
+    chat_template: Annotated[Path | None, Sets(("target.chat_template",))] = None
+    """File with a chat template instead of the target's."""
 
     def words(self) -> list[str]:
         """What was given, as `section.key=value` words."""
@@ -93,6 +103,30 @@ class TrainFlags(RunFlags):
 
     init_from: Annotated[Path | None, Sets(("drafter.init_from",))] = None
     """A drafter of any trainer, to train further."""
+
+
+def parse_template_options(words: Any) -> Any:
+    """Keyword arguments of the chat template from `KEY=VALUE` words, values being YAML; a dictionary stays as it is.
+
+    Raises:
+        ConfigError: a word is none, or its key is not the template's.
+    """
+    if isinstance(words, dict):
+        return words
+    options: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier() or key in TEMPLATE_ARGUMENTS:
+            raise ConfigError(f"--template-option {word!r} is not an option of a chat template: write KEY=VALUE")
+        try:
+            options[key] = yaml.safe_load(value)
+        except yaml.YAMLError as error:
+            raise ConfigError(f"--template-option {word!r}: {value!r} is not a YAML value: quote it") from error
+    return options
+
+
+TemplateOptions = Annotated[dict[str, Any], BeforeValidator(parse_template_options)]
+"""Keyword arguments of a chat template; as an option, KEY=VALUE words."""
 
 
 class ServerOptions(Settings):
@@ -123,8 +157,10 @@ class PrepareOptions(Settings):
     """Side that is cut."""
     max_length: Annotated[int, Flag(None)] = Field(DataConfig().max_length, ge=2)
     """Longest sample, tokens; longer ones are cut."""
-    template_options: Annotated[dict[str, Any], Flag(None)] = Field(default_factory=dict)
-    """Keyword arguments of the chat template."""
+    template_options: Annotated[TemplateOptions, Flag("--template-option")] = Field(default_factory=dict)
+    """KEY=VALUE for the chat template: enable_thinking=false."""
+    system_prompt: str | None = None
+    """Text or file, for conversations that have none."""
     heldout: int = Field(0, ge=0)
     """Prompts kept out of training, in OUT/heldout."""
     min_supervised: int = Field(1, ge=1)
@@ -139,43 +175,6 @@ class PrepareOptions(Settings):
     """Share of rows that may be unreadable."""
     strict: bool = False
     """Fail if any row is dropped."""
-
-
-class GenerationSettings(Settings):
-    """How the target answers the prompts of its training data; greedy always."""
-
-    max_new_tokens: int = Field(1024, ge=1)
-    """Longest regenerated answer, tokens; one that reaches it is kept as cut."""
-    batch_size: int = Field(16, ge=1)
-    """Answers that are regenerated at the same time."""
-    template_options: Annotated[dict[str, Any], Flag(None)] = Field(default_factory=dict)
-    """Keyword arguments of the chat template for all rows; a row's own come on top."""
-
-    def identity(self) -> dict[str, Any]:
-        """The part that can change an answer. Template options act through the prompt ids."""
-        return {"max_new_tokens": self.max_new_tokens, "temperature": 0}
-
-
-class ServerSettings(GenerationSettings):
-    """How a server is asked for the answers; template options are sent as `chat_template_kwargs`."""
-
-    model: str
-    """Name of the model on the server."""
-    temperature: float = 0.0
-    """0 for greedy answers."""
-    retries: int = 5
-    """Repetitions of a request before giving up, however soon they fail."""
-    patience: float = 0.0
-    """Seconds in which a server that is busy or away is asked again."""
-
-    def identity(self) -> dict[str, Any]:
-        """The part that can change an answer, without the address: a target may move between machines."""
-        return {
-            "model": self.model,
-            "max_new_tokens": self.max_new_tokens,
-            "temperature": self.temperature,
-            "template_options": self.template_options,
-        }
 
 
 class Sampling(Settings):
@@ -213,8 +212,61 @@ class Sampling(Settings):
         return f"temperature {self.temperature:g}" + (f", top-p {self.top_p:g}" if self.top_p < 1 else "") + top_k
 
 
-class AnswerSettings(Settings):
-    """How a target answers with a drafter.
+class GenerationSettings(Settings):
+    """How the target answers the prompts of its training data.
+
+    Each answer has a generator of its own, seeded by its key, so that no answer depends on what was asked beside it.
+    """
+
+    max_new_tokens: int = Field(1024, ge=1)
+    """Longest regenerated answer, tokens; one that reaches it is kept as cut."""
+    batch_size: int = Field(16, ge=1)
+    """Answers that are regenerated at the same time."""
+    answers_per_prompt: int = Field(1, ge=1)
+    """Sampled answers to each prompt; with --temperature."""
+    sampling: Sampling = Sampling()
+    seed: int = 0
+    """Of sampling."""
+    template_options: Annotated[dict[str, Any], Flag(None)] = Field(default_factory=dict)
+    """Keyword arguments of the chat template for all rows; a row's own come on top."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GenerationSettings:
+        if self.answers_per_prompt > 1 and self.sampling.greedy:
+            raise ConfigError(
+                f"{self.answers_per_prompt} greedy answers to one prompt would all be the same: give --temperature, "
+                "or leave out --answers-per-prompt"
+            )
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """The part that can change an answer. Template options act through the prompt ids."""
+        sampled = {} if self.sampling.greedy else {**self.sampling.model_dump(), "seed": self.seed}
+        return {"max_new_tokens": self.max_new_tokens, "temperature": 0, **sampled}
+
+
+class ServerSettings(GenerationSettings):
+    """How a server is asked for the answers; template options are sent as `chat_template_kwargs`."""
+
+    model: str
+    """Name of the model on the server."""
+    retries: int = 5
+    """Repetitions of a request before giving up, however soon they fail."""
+    patience: float = 0.0
+    """Seconds in which a server that is busy or away is asked again."""
+
+    def identity(self) -> dict[str, Any]:
+        """The part that can change an answer, without the address: a target may move between machines."""
+        return {
+            **super().identity(),
+            "model": self.model,
+            "temperature": self.sampling.temperature,
+            "template_options": self.template_options,
+        }
+
+
+class EvaluationSettings(Settings):
+    """How prompts are put to a target, and how it answers with a drafter.
 
     Each turn has a generator of its own, seeded by `seed` and its place, so that no answer depends on what was asked
     before it.
@@ -227,15 +279,10 @@ class AnswerSettings(Settings):
     sampling: Sampling = Sampling()
     seed: int = 0
     """Of sampling."""
-
-
-class EvaluationSettings(AnswerSettings):
-    """How prompts are put to the target, and how it answers."""
-
     system_prompt: str | None = None
-    """For prompts that have none of their own."""
-    template_options: Annotated[dict[str, Any], Flag(None)] = Field(default_factory=dict)
-    """Keyword arguments of the chat template (`enable_thinking`); a prompt's own come on top."""
+    """Text or file, for prompts that have none of their own."""
+    template_options: Annotated[TemplateOptions, Flag("--template-option")] = Field(default_factory=dict)
+    """KEY=VALUE for the chat template: enable_thinking=false."""
 
 
 class ServerMeasurement(Settings):
@@ -245,6 +292,10 @@ class ServerMeasurement(Settings):
     """Its name on the server; none: the first that it serves."""
     max_new_tokens: int
     """Longest answer, tokens."""
+    system_prompt: str | None = None
+    """For prompts that have none of their own."""
+    template_options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the chat template; a prompt's own come on top."""
     concurrency: tuple[int, ...]
     """Requests under way at once, one level each."""
 
@@ -396,8 +447,6 @@ class EvaluateCommand(Settings):
     limit: int | None = Field(None, ge=1)
     """Only the first prompts of each file."""
     settings: EvaluationSettings
-    template_option: tuple[str, ...] = ()
-    """KEY=VALUE for the chat template: enable_thinking=false."""
     json_file: JsonFile = None
 
 
@@ -420,7 +469,7 @@ class GenerateCommand(Settings):
     """Exported drafter, checkpoint or run folder."""
     prompt: str
     """What the user says; - reads standard input."""
-    settings: AnswerSettings
+    settings: EvaluationSettings
     json_file: JsonFile = None
 
 

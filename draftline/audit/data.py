@@ -17,6 +17,7 @@ from draftline.data.conversations import hash_json
 from draftline.data.render import decoded_text
 from draftline.data.template import tokenizer_hash
 from draftline.draft.vocabulary import count_supervised, coverage_of
+from draftline.options import Sampling
 from draftline.records import Sample
 from draftline.targets.regenerate import OWN_ANSWERS_AGREEMENT, measure_agreement
 
@@ -129,6 +130,15 @@ def own_answers(probe: Probe) -> Problem | None:
         raise NotApplicable("nothing is supervised")
     share = f"greedy token is that of the data at {found.share:.1%} of {found.tokens} answer tokens"
     probe.notes.append(f"the target's {share}")
+    drawn = _data(probe).meta.get("sampling")
+    if drawn is not None:
+        return Problem(
+            f"the answers were sampled ({Sampling(**drawn).describe()}): its {share}. Labels are its greedy tokens "
+            "behind what was sampled: behind each other token a block is taught what nothing before it tells, and "
+            "greedy decoding never comes there",
+            "none needed where it is served at this temperature; for greedy serving prepare without --temperature",
+            "warning",
+        )
     if found.share >= _LOW_AGREEMENT:
         return None
     return Problem(
@@ -185,6 +195,8 @@ def repeated(probe: Probe) -> Problem | None:
             "split by prompt: draftline prepare removes duplicates first",
         )
     copies = sum(train.values()) - len(train)
+    if data.meta.get("answers_per_prompt", 1) > 1:
+        return None  # equal samples are as frequent as the target says them
     if copies > 0.2 * len(data.samples):
         return Problem(
             f"{copies} of {len(data.samples)} conversations are copies of another", "remove duplicates", "warning"
@@ -247,7 +259,8 @@ def same_template(probe: Probe) -> Problem | None:
     changed = [name for name, same in names.items() if not same]
     if not changed:
         return None
-    return Problem(f"the {changed[0]} has changed since the data was prepared", "prepare the data again")
+    fix = "prepare the data again, or name the template that it was prepared with (--chat-template)"
+    return Problem(f"the {changed[0]} has changed since the data was prepared", fix)
 
 
 @check("DAT012", "the drafter cannot say much of the answers")

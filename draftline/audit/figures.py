@@ -27,7 +27,7 @@ from draftline.evaluate import benchmark, generate
 from draftline.evaluate.answer import DecodedTurn
 from draftline.evaluate.generate import Generation
 from draftline.evaluate.result import EvaluationResult
-from draftline.options import AnswerSettings, EvaluationSettings, Sampling
+from draftline.options import EvaluationSettings, Sampling
 from draftline.targets import model as model_module
 
 _ACCEPTED = ([[0, 2, 7, 1], [3]], [[1, 0, 0]], [[9, 9, 9, 9, 0, 2, 9, 9, 9]])
@@ -159,7 +159,7 @@ def asked(probe: Probe) -> Problem | None:
             target,
             model,
             words[0].content,
-            AnswerSettings(max_new_tokens=_ANSWER_TOKENS, sampling=_SAMPLED, seed=_SEED),
+            EvaluationSettings(max_new_tokens=_ANSWER_TOKENS, sampling=_SAMPLED, seed=_SEED),
         )
     except (TargetError, TemplateError) as error:
         raise NotApplicable(f"this target is not asked here: {error}") from error

@@ -7,8 +7,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from draftline.commands.chat import text_or_file, warn_unread_options
 from draftline.config import TargetConfig, read_api_key
 from draftline.errors import ConfigError
 from draftline.options import EvaluateCommand, EvaluationSettings, GenerateCommand, ServerMeasurement
@@ -17,6 +18,7 @@ from draftline.storage import keep_apart, write_json
 
 if TYPE_CHECKING:
     from draftline.data.accounting import ChatMode
+    from draftline.data.conversations import Conversation
     from draftline.data.prompts import Prompt
     from draftline.data.server import Endpoint
     from draftline.draft.model import DFlashDraftModel
@@ -31,13 +33,12 @@ def evaluate(options: EvaluateCommand) -> None:
     In process with --draft; or, with --base-url, as a running vLLM, SGLang or llama.cpp serves it.
     """
     check_words(options)
-    template_options = parse_template_options(options.template_option)
     keep_apart([options.json_file], [*options.prompts, *(word.partition("=")[2] for word in options.task)])
     prompts = prompts_to_evaluate(options.prompts, options.task, options.limit)
+    settings = with_system_text(options.settings)
     if options.draft is None:
-        _evaluate_server(options, prompts)
+        _evaluate_server(options, prompts, settings)
     else:
-        settings = options.settings.model_copy(update={"template_options": template_options})
         _evaluate_drafter(options, options.draft, prompts, settings)
 
 
@@ -52,12 +53,18 @@ def _evaluate_drafter(
 
     target = load_target(options.target)
     drafter = drafter_for(target, draft)
+    warn_unread_options(target.require_tokenizer(), settings.template_options)
     result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(draft), draft)
     Console().print(result_table(result, str(draft)))
     write_json(options.json_file, result.to_json())
 
 
-def _evaluate_server(options: EvaluateCommand, prompts: Sequence[Prompt]) -> None:
+def with_system_text(settings: EvaluationSettings) -> EvaluationSettings:
+    """The settings with the text of the system prompt, where a file was named."""
+    return settings.model_copy(update={"system_prompt": text_or_file(settings.system_prompt)})
+
+
+def _evaluate_server(options: EvaluateCommand, prompts: Sequence[Prompt], settings: EvaluationSettings) -> None:
     from rich.console import Console
 
     from draftline.data.server import Endpoint
@@ -67,7 +74,9 @@ def _evaluate_server(options: EvaluateCommand, prompts: Sequence[Prompt]) -> Non
     assert server.base_url is not None, "exactly one of --draft and --base-url is given"
     wanted = ServerMeasurement(
         model=server.model,
-        max_new_tokens=options.settings.max_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
+        system_prompt=settings.system_prompt,
+        template_options=settings.template_options,
         concurrency=parse_concurrency(options.concurrency or "1"),
     )
     endpoint = Endpoint(server.base_url, read_api_key(server.api_key_env))
@@ -86,10 +95,9 @@ def check_words(options: EvaluateCommand) -> None:
     if (options.draft is None) == (server.base_url is None):
         raise ConfigError("give --draft to measure in process, or --base-url to measure a server: exactly one")
     if server.base_url is not None:
-        if not settings.sampling.greedy or options.template_option or settings.system_prompt is not None:
+        if not settings.sampling.greedy:
             raise ConfigError(
-                "a server is measured greedily and with the prompts as they are: leave out --temperature, "
-                "--template-option and --system-prompt, or measure in process with --draft"
+                "a server is measured greedily: leave out --temperature, or measure in process with --draft"
             )
         return
     of_a_server = {"--model": server.model, "--api-key-env": server.api_key_env, "--concurrency": options.concurrency}
@@ -180,8 +188,9 @@ def evaluate_at_server(
     from draftline.evaluate.server import evaluate_server
     from draftline.targets.model import load_tokenizer
 
-    conversations = [prompt.conversation for prompt in prompts]
+    conversations = [_as_wanted(prompt.conversation, wanted) for prompt in prompts]
     tokenizer = load_tokenizer(target)
+    warn_unread_options(tokenizer, wanted.template_options)
     with counting("turns") as on_turn:
         result = evaluate_server(endpoint, tokenizer, conversations, wanted, on_turn)
     for note in result.notes:
@@ -189,26 +198,10 @@ def evaluate_at_server(
     return result
 
 
-def parse_template_options(words: Sequence[str]) -> dict[str, Any]:
-    """Keyword arguments of the chat template from `KEY=VALUE` words; values are YAML.
-
-    Raises:
-        ConfigError: a word is none, or its key is not the template's.
-    """
-    import yaml
-
-    from draftline.data.shapes import TEMPLATE_ARGUMENTS
-
-    options: dict[str, Any] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not key.isidentifier() or key in TEMPLATE_ARGUMENTS:
-            raise ConfigError(f"--template-option {word!r} is not an option of a chat template: write KEY=VALUE")
-        try:
-            options[key] = yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--template-option {word!r}: {value!r} is not a YAML value: quote it") from error
-    return options
+def _as_wanted(conversation: Conversation, wanted: ServerMeasurement) -> Conversation:
+    """The conversation with the system prompt and the options of the template that all are to have."""
+    options = {**wanted.template_options, **conversation.template_options}
+    return conversation.with_system_prompt(wanted.system_prompt).model_copy(update={"template_options": options})
 
 
 def generate(options: GenerateCommand) -> None:
@@ -219,7 +212,8 @@ def generate(options: GenerateCommand) -> None:
     target = load_target(options.target)
     drafter = drafter_for(target, options.draft)
     text = sys.stdin.read() if options.prompt == "-" else options.prompt
-    answer = answer_prompt(target, drafter, text, options.settings)
+    warn_unread_options(target.require_tokenizer(), options.settings.template_options)
+    answer = answer_prompt(target, drafter, text, with_system_text(options.settings))
     print(answer.text)
     print(answer.counts(), file=sys.stderr)
     write_json(options.json_file, answer.to_json())

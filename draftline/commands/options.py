@@ -87,7 +87,11 @@ def _record(field: FieldInfo) -> type[Settings] | None:
 def _parameter(name: str, field: FieldInfo) -> Parameter:
     kind: Any = field.annotation
     default = Parameter.empty if field.is_required() else field.default
-    if get_origin(kind) is tuple:  # typer repeats lists; none given is none, so that no empty list is shown as default
+    if get_origin(kind) is dict:  # KEY=VALUE words, which the record reads
+        kind, default = list[str] | None, None
+    elif (
+        get_origin(kind) is tuple
+    ):  # typer repeats lists; none given is none, so that no empty list is shown as default
         kind = list[get_args(kind)[0]]  # type: ignore[misc]
         kind, default = (kind, default) if field.is_required() else (kind | None, None)
     help_text = " ".join((field.description or "").split())

@@ -7,8 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from draftline.commands.chat import text_or_file, warn_unread_options
 from draftline.config import read_api_key
-from draftline.options import GenerationSettings, InspectCommand, PrepareCommand, PrepareOptions, ServerSettings
+from draftline.errors import ConfigError
+from draftline.options import (
+    GenerationSettings,
+    InspectCommand,
+    PrepareCommand,
+    PrepareOptions,
+    Sampling,
+    ServerSettings,
+)
 from draftline.progress import counting, reading, say
 from draftline.storage import keep_apart, write_file, write_json
 
@@ -41,25 +50,47 @@ def prepare_data(options: PrepareCommand) -> dict[str, Any]:
     from draftline.data.dataset import ANSWERS_FILE
     from draftline.data.prepare import prepare
     from draftline.data.server import Endpoint, ServerAnswers
+    from draftline.data.template import ChatTemplate
     from draftline.targets.model import load_context_limit, load_target, load_tokenizer
 
     target, data, out = options.target, [*options.data, *options.more], options.out
+    settings = _generation_settings(options)
     asked, limit = options.max_length, load_context_limit(target)
     if asked is not None and asked > limit:
         say(f"--max-length {asked} is lowered to {limit}, the most that target {target.name} reads")
-    rows = options.rows.model_copy(update={"max_length": min(asked or options.rows.max_length, limit)})
+    length, system = min(asked or options.rows.max_length, limit), text_or_file(options.rows.system_prompt)
+    rows = options.rows.model_copy(update={"max_length": length, "system_prompt": system})
     server = options.server
     if server.base_url is not None:
         endpoint = Endpoint(server.base_url, read_api_key(server.api_key_env))
-        answers = options.answers.model_dump()
-        settings = ServerSettings(model=server.model or target.name, patience=options.patience, **answers)
+        asking = ServerSettings(model=server.model or target.name, patience=options.patience, **settings.model_dump())
         tokenizer = load_tokenizer(target, chat_template=True)
+        warn_unread_options(tokenizer, rows.template_options)
         with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:
-            return prepare(tokenizer, data, out, rows, ServerAnswers(store, endpoint, settings, answered))
+            template = ChatTemplate(tokenizer, rows.template_options)
+            return prepare(tokenizer, data, out, rows, ServerAnswers(store, endpoint, asking, answered, template))
     if options.regenerate:
-        return answer_and_prepare(load_target(target), data, out, rows, options.answers)
+        return answer_and_prepare(load_target(target), data, out, rows, settings)
+    tokenizer = load_tokenizer(target, chat_template=False)
+    warn_unread_options(tokenizer, rows.template_options)
     with reading("rows") as on_rows:
-        return prepare(load_tokenizer(target, chat_template=False), data, out, rows, progress=on_rows)
+        return prepare(tokenizer, data, out, rows, progress=on_rows)
+
+
+def _generation_settings(options: PrepareCommand) -> GenerationSettings:
+    """How the target answers, with the options of the template that all rows have.
+
+    Raises:
+        ConfigError: words for sampling where nothing is sampled.
+    """
+    answers = options.answers
+    asked = answers.sampling != Sampling() or answers.answers_per_prompt > 1
+    if asked and not options.regenerate and options.server.base_url is None:
+        raise ConfigError(
+            "--temperature, --top-p, --top-k and --answers-per-prompt are for answers that the target writes: "
+            "add --regenerate"
+        )
+    return answers.model_copy(update={"template_options": options.rows.template_options})
 
 
 def answer_and_prepare(
@@ -77,6 +108,7 @@ def answer_and_prepare(
 
     target.require_chat_template()
     tokenizer = target.require_tokenizer()
+    warn_unread_options(tokenizer, rows.template_options)
     if given := given_samples(tokenizer, data, rows, AGREEMENT_CONVERSATIONS):
         say(measure_agreement(target.model, given).advice)
     with AnswerStore(out / ANSWERS_FILE) as store, counting("answers") as answered:

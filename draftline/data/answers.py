@@ -3,7 +3,7 @@
 They are kept on disk one by one, so that none is computed twice and none is lost. The file is JSONL, one answered turn
 a line:
 
-    {"key", "content", "reasoning_content", "tool_calls", "finish_reason", "output_ids"}
+    {"key", "content", "reasoning_content", "tool_calls", "finish_reason", "output_ids", "prompt_tokens"}
 
 `key` is a hash of everything that determines the answer: the exact prompt, the settings and the target. Nothing else
 links a line to a row of the data, so the file can be reused after the data was reordered or extended.
@@ -40,7 +40,12 @@ _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class Answer(BaseModel):
-    """One answered turn; `output_ids` are the generated tokens with the stop token, if a server tells them."""
+    """One answered turn.
+
+    Attributes:
+        output_ids: the generated tokens with the stop token, if a server tells them.
+        prompt_tokens: how many tokens a server says that it read.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,9 +55,10 @@ class Answer(BaseModel):
     tool_calls: tuple[ToolCall, ...] = ()
     finish_reason: FinishReason
     output_ids: tuple[int, ...] = ()
+    prompt_tokens: int | None = None
 
-    def as_message(self) -> Message:
-        """The assistant turn to put into the conversation."""
+    def as_message(self, note: str | None = None) -> Message:
+        """The assistant turn to put into the conversation, with what is to be said about it."""
         return Message(
             role="assistant",
             content=self.content,
@@ -60,12 +66,24 @@ class Answer(BaseModel):
             tool_calls=self.tool_calls,
             finish_reason=self.finish_reason,
             output_ids=self.output_ids,
+            note=note,
         )
 
 
-def answer_key(prompt: Any, settings: dict[str, Any], target_fingerprint: str) -> str:
-    """Key of an answer; `prompt` is the list of prompt ids (in process) or the request's messages (server)."""
-    return hash_json({"prompt": prompt, "settings": settings, "target": target_fingerprint})
+def answer_key(prompt: Any, settings: dict[str, Any], target_fingerprint: str, sample: int) -> str:
+    """Key of an answer.
+
+    Args:
+        prompt: the list of prompt ids (in process) or the request (server).
+        sample: which of several answers to the prompt; the first is the same whether there are others or not.
+    """
+    one_of_several = {"sample": sample} if sample else {}
+    return hash_json({"prompt": prompt, "settings": settings, "target": target_fingerprint, **one_of_several})
+
+
+def seed_of(key: str) -> int:
+    """The seed of a sampled answer, from its key and so from everything that determines it; 31 bits."""
+    return int(key[:8], 16) >> 1
 
 
 def make_answer(
@@ -249,6 +267,11 @@ class Dialogue:
         return last.finish_reason == "length" or (self._slots[self._answered][0].role == "tool" and not last.tool_calls)
 
     @property
+    def sample(self) -> int:
+        """Which of several sampled answers it is to get."""
+        return self._conversation.sample
+
+    @property
     def remaining(self) -> int:
         """Turns still to be answered at most."""
         return 0 if self.done else len(self._slots) - self._answered
@@ -257,9 +280,9 @@ class Dialogue:
         """The history up to the next answer."""
         return self._conversation.model_copy(update={"messages": (*self._history, *self._slots[self._answered])})
 
-    def add(self, answer: Answer) -> None:
+    def add(self, answer: Answer, note: str | None = None) -> None:
         """Take the next answer into the history."""
-        self._history += [*self._slots[self._answered], answer.as_message()]
+        self._history += [*self._slots[self._answered], answer.as_message(note)]
         self._answered += 1
 
     def drop(self, reason: str) -> None:

@@ -59,6 +59,7 @@ class Message(_Strict):
         train: whether an assistant turn is supervised (a row's own `weight` or `train` flag).
         finish_reason: why an answer ended; `length` means that it was cut and has no end token.
         output_ids: the generated tokens of a regenerated answer, with the stop token, if they are known.
+        note: what is worth a look about an answer, as a reason of the report.
     """
 
     role: str
@@ -71,6 +72,7 @@ class Message(_Strict):
     train: bool = True
     finish_reason: FinishReason | None = None
     output_ids: tuple[int, ...] = ()
+    note: str | None = None
 
     def for_template(self, *, text_arguments: bool = False) -> dict[str, Any]:
         """The message as a chat template wants it: absent fields absent, because templates test `is defined`.
@@ -99,11 +101,13 @@ class Conversation(_Strict):
         messages: the turns in order.
         tools: JSON schemas of the functions that the assistant may call; empty means none.
         template_options: this row's own keyword arguments of the chat template (`enable_thinking`, for instance).
+        sample: which of several sampled answers it is to get.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
     template_options: dict[str, Any] = {}
+    sample: int = 0
 
     def for_template(self, *, text_arguments: bool = False) -> list[dict[str, Any]]:
         """All messages, see `Message.for_template`."""
@@ -115,6 +119,12 @@ class Conversation(_Strict):
         while messages and messages[-1].role == "assistant":
             messages.pop()
         return self.model_copy(update={"messages": tuple(messages)})
+
+    def with_system_prompt(self, text: str | None) -> Conversation:
+        """The conversation with a system prompt in front, unless it has one or none is given."""
+        if text is None or any(message.role in ("system", "developer") for message in self.messages):
+            return self
+        return self.model_copy(update={"messages": (Message(role="system", content=text), *self.messages)})
 
     def prompt_hash(self) -> str:
         """Identity of what was asked, for deduplication and for the split: all turns that no assistant wrote.

@@ -48,7 +48,7 @@ from draftline.data.shapes import parse_row
 from draftline.data.split import HeldoutPrompts
 from draftline.data.template import ChatTemplate, tokenizer_hash
 from draftline.errors import DataError, Interrupted, StorageError, TemplateError
-from draftline.options import PrepareOptions
+from draftline.options import GenerationSettings, PrepareOptions
 from draftline.progress import OnReading
 from draftline.records import Sample
 from draftline.storage import storage_errors
@@ -65,6 +65,10 @@ class Answerer(Protocol):
 
     def __call__(self, conversations: Sequence[Conversation]) -> Sequence[Conversation | Unusable]:
         """The conversations with the target's own answers, in the order given, or why one cannot be answered."""
+
+    @property
+    def settings(self) -> GenerationSettings:
+        """How they are made."""
 
     def identity(self) -> dict[str, Any]:
         """What determines the answers, for the key of the prepared data."""
@@ -92,9 +96,8 @@ def prepare(
     if options.split is not None and not any(is_dataset(source) for source in sources):
         raise DataError(f"--split {options.split} is for Hugging Face data sets, and the data has none: leave it out")
     tokenizer_identity = tokenizer_hash(tokenizer)
-    key = _dataset_key(
-        tokenizer_identity, sources, options.model_dump(mode="json"), answerer.identity() if answerer else None
-    )
+    answers = {**answerer.identity(), "per_prompt": answerer.settings.answers_per_prompt} if answerer else None
+    key = _dataset_key(tokenizer_identity, sources, options.model_dump(mode="json"), answers)
     done = _finished_report(out, key)
     if done is not None:
         discard_partial(out)
@@ -182,7 +185,9 @@ class Preparation:
 
     def run(self, sources: Sequence[str | Path], progress: OnReading | None) -> None:
         """Go through all rows that the state does not have yet."""
-        rows = islice(read_rows(sources, self.options.split), self.saved_rows, None)
+        each = 1 if self._answerer is None else self._answerer.settings.answers_per_prompt
+        read = read_rows(sources, self.options.split)
+        rows = islice((replace(raw, sample=n) for raw in read for n in range(each)), self.saved_rows, None)
         size = total_bytes(sources)
         saved = time.monotonic()
         while chunk := list(islice(rows, _CHUNK_ROWS)):
@@ -229,7 +234,7 @@ class Preparation:
             return Unusable("lone_surrogate")
         except RecursionError:
             return Unusable("nested_too_deep")
-        parsed = parse_row(raw.value, strip_images=self.options.strip_images)
+        parsed = _parsed(raw, self.options)
         if isinstance(parsed, Chat):
             self.accounting.unread.update(parsed.unread)
             if self._answerer is not None:
@@ -316,6 +321,8 @@ class Preparation:
                 notes.append("special_token_in_text")
             if message.role == "assistant" and message.finish_reason == "length":
                 notes.append("answer_cut")
+            if message.note is not None:
+                notes.append(message.note)
         answer = " ".join(message.content for message in conversation.messages if message.role == "assistant")
         if answer and self._known(answer.encode(), self._seen_answers, SEEN_ANSWERS):
             notes.append("repeated_answer")
@@ -332,7 +339,7 @@ class Preparation:
 
     def meta(self) -> dict[str, Any]:
         """What the samples were made with."""
-        tokenizer = self.template.tokenizer
+        tokenizer, answering = self.template.tokenizer, self._answerer.settings if self._answerer else None
         return {
             "sources": self._sources,
             "forms": self._forms,
@@ -344,6 +351,8 @@ class Preparation:
             "truncation": self.options.truncation,
             "supervise": self.options.mask.supervise,
             "reasoning": self.options.mask.reasoning,
+            "sampling": answering.sampling.model_dump() if answering and not answering.sampling.greedy else None,
+            "answers_per_prompt": answering.answers_per_prompt if answering else 1,
         }
 
     def report(self) -> dict[str, Any]:
@@ -375,8 +384,7 @@ def given_samples(
     for raw in read_rows([source for source in resolve_sources(data) if source != STDIN], options.split):
         if len(samples) == count:
             break
-        parsed = parse_row(raw.value, strip_images=options.strip_images)
-        parsed = usable(template, parsed, answered_later=False)
+        parsed = usable(template, _parsed(raw, options), answered_later=False)
         if not isinstance(parsed, Chat):
             continue
         rendered = render_conversation(template, parsed.conversation, options.mask)
@@ -384,6 +392,17 @@ def given_samples(
             ids, mask = rendered.input_ids[: options.max_length], rendered.loss_mask[: options.max_length]
             samples.append(Sample(len(samples), torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask)))
     return samples
+
+
+def _parsed(raw: RawRow, options: PrepareOptions) -> ParsedRow:
+    """The row in its shape, with the system prompt that conversations without one are to have."""
+    parsed = parse_row(raw.value, strip_images=options.strip_images)
+    if not isinstance(parsed, Chat):
+        return parsed
+    conversation = parsed.conversation.with_system_prompt(options.system_prompt)
+    if raw.sample:
+        conversation = conversation.model_copy(update={"sample": raw.sample})
+    return replace(parsed, conversation=conversation)
 
 
 def usable(template: ChatTemplate, parsed: ParsedRow, *, answered_later: bool) -> ParsedRow:

@@ -62,6 +62,7 @@ class RawRow:
         value: the parsed JSON value; None where `fault` is set.
         fault: why the row cannot be read, as a reason of the report.
         bytes_read: bytes of all inputs behind the reader, for the progress bar.
+        sample: which of several sampled answers the row is to get.
     """
 
     source: str
@@ -69,6 +70,7 @@ class RawRow:
     value: Any = None
     fault: str | None = None
     bytes_read: int = 0
+    sample: int = 0
 
     @property
     def place(self) -> str:
@@ -92,7 +94,7 @@ def resolve_sources(names: Sequence[str]) -> list[str | Path]:
             if not found:
                 raise DataError(f"no file matches {name!r}; check the pattern, and quote it against the shell")
             sources += [path for path in found if path.is_file() or is_dataset(path)]
-        elif _is_hub_name(name):
+        elif _is_hub_name(name) or Path(_named(name)[0]).is_dir():
             sources.append(name)
         else:
             raise DataError(f"the data file {name!r} does not exist; give a file, a folder, a pattern or a hub name")
@@ -135,15 +137,28 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _is_hub_name(name: str) -> bool:
+    name = _named(name)[0]
     return name.count("/") <= 1 and not name.startswith((".", "/", "~")) and Path(name).suffix not in _SUFFIXES
 
 
+def _named(name: str) -> tuple[str, str | None, str | None]:
+    """Name, subset and split of a data set, from `NAME`, `NAME:SUBSET`, `NAME:SUBSET:SPLIT` or `NAME::SPLIT`."""
+    parts = name.split(":")
+    if len(parts) > 3 or not parts[0]:
+        raise DataError(f"{name!r} is no data set: write NAME, NAME:SUBSET, NAME:SUBSET:SPLIT or NAME::SPLIT")
+    found, subset, split = (*parts, "", "")[:3]
+    return found, subset or None, split or None
+
+
 def read_rows(sources: Sequence[str | Path], split: str | None = None, subset: str | None = None) -> Iterator[RawRow]:
-    """All rows of all sources; `split` (train if None) and `subset` are those of Hugging Face data sets."""
+    """All rows of all sources.
+
+    `split` (train if None) and `subset` are those of Hugging Face data sets that do not name their own.
+    """
     done = 0
     for source in sources:
         if is_dataset(source):
-            yield from _read_dataset(source, split or "train", subset, done)
+            yield from _read_dataset(source, split, subset, done)
         elif source == STDIN:
             yield from _read_stream(cast(io.BufferedReader, sys.stdin.buffer), "stdin", done)
         else:
@@ -251,19 +266,21 @@ def _from_features(value: Any, feature: Any) -> Any:
     return value
 
 
-def _read_dataset(source: str | Path, split: str, subset: str | None, done: int) -> Iterator[RawRow]:
+def _read_dataset(source: str | Path, split: str | None, subset: str | None, done: int) -> Iterator[RawRow]:
     # Imported here because it costs seconds, and files do not need it.
     import datasets
 
+    name, own_subset, own_split = _named(source) if isinstance(source, str) else (str(source), None, None)
+    subset, split = own_subset or subset, own_split or split or "train"
     try:
-        if isinstance(source, Path):
-            loaded: Any = datasets.load_from_disk(str(source))
+        if is_dataset(Path(name)):
+            loaded: Any = datasets.load_from_disk(name)
             if isinstance(loaded, datasets.DatasetDict):
                 if split not in loaded:
                     raise DataError(f"the data set {source} has the splits {', '.join(loaded)}: name one with --split")
                 loaded = loaded[split]
         else:
-            loaded = datasets.load_dataset(source, subset, split=split, streaming=True)
+            loaded = datasets.load_dataset(name, subset, split=split, streaming=True)
         features = dict(loaded.features or {})
         for line, value in enumerate(loaded, start=1):
             row = {name: _from_features(item, features.get(name)) for name, item in value.items()}

@@ -6,7 +6,9 @@ turn before is answered. Requests that are under way when the process is killed 
 
 A server samples with defaults of the model's folder (a repetition penalty, for instance) wherever a request leaves
 something open, so a request leaves nothing open. Servers that refuse what is beyond the OpenAI interface are asked
-without it. Reasoning in the history is sent under both of its names, because servers read one or the other.
+without it. Reasoning in the history is sent under both of its names, because servers read one or the other. The number
+of tokens that a server says it has read is compared with the prompt that is trained: its template may leave reasoning
+out, or be another one altogether.
 """
 
 from __future__ import annotations
@@ -22,12 +24,13 @@ from typing import Any
 
 import httpx
 
-from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted
+from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted, seed_of
 from draftline.data.conversations import Conversation, Unusable
 from draftline.data.messages import BadRow, parse_call
+from draftline.data.template import ChatTemplate, Refused
 from draftline.errors import ServerError
 from draftline.options import ServerSettings
-from draftline.progress import OnProgress
+from draftline.progress import OnProgress, say
 
 _RETRIED = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _REFUSED = frozenset({400, 413, 422})
@@ -36,7 +39,7 @@ _BUSY = frozenset({429, 503})
 _REFUSALS_AT_FIRST = 20
 _ENDED = frozenset({"stop", "tool_calls", "function_call"})
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 30.0
-_NEUTRAL = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_NEUTRAL = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 _EXTENSIONS: dict[str, Any] = {"repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
 """What servers know beyond the OpenAI interface: the rest of the sampling, and the ids that were generated."""
 
@@ -97,6 +100,7 @@ class ServerAnswers:
     """Answers conversations through a server; what `prepare` takes as its answerer.
 
     Attributes:
+        template: of the target, to be compared with what the server reads; none: nothing is compared.
         first_pause_s: pause before the first repetition of a failed request; each further one doubles.
     """
 
@@ -104,8 +108,10 @@ class ServerAnswers:
     endpoint: Endpoint
     settings: ServerSettings
     progress: OnProgress | None = None
+    template: ChatTemplate | None = None
     first_pause_s: float = _FIRST_PAUSE
     _refused_extensions: set[str] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
 
     def identity(self) -> dict[str, Any]:
         """What determines the answers."""
@@ -127,7 +133,9 @@ class ServerAnswers:
         async def converse(dialogue: Dialogue) -> None:
             while not dialogue.done:
                 try:
-                    dialogue.add(await self._answer(asking, dialogue.prompt()))
+                    prompt = dialogue.prompt()
+                    answer = await self._answer(asking, prompt, dialogue.sample)
+                    dialogue.add(answer, self._other_prompt(prompt, answer))
                 except _Unanswerable as unanswerable:
                     refused.append(str(unanswerable))
                     dialogue.drop(str(unanswerable))
@@ -145,9 +153,11 @@ class ServerAnswers:
                 raise errors.exceptions[0] from None
         return [dialogue.result() for dialogue in dialogues]
 
-    async def _answer(self, asking: _Asking, prompt: Conversation) -> Answer:
+    async def _answer(self, asking: _Asking, prompt: Conversation, sample: int) -> Answer:
         request = self._request(prompt)
-        key = answer_key(request, self.settings.identity(), "server")
+        key = answer_key(request, self.settings.identity(), "server", sample)
+        if not self.settings.sampling.greedy:
+            request["seed"] = seed_of(key)
         async with asking.same.setdefault(key, asyncio.Lock()):
             known = self.store.get(key)
             if known is not None:
@@ -156,6 +166,29 @@ class ServerAnswers:
                 answer = await self._ask(asking.client, request, key)
             self.store.add(answer)
         return answer
+
+    def _other_prompt(self, prompt: Conversation, answer: Answer) -> str | None:
+        """The reason of the report where the server read another number of tokens than is trained; None if not."""
+        if self.template is None or answer.prompt_tokens is None:
+            return None
+        try:
+            expected = len(self.template.prompt_ids(prompt))
+            if expected == answer.prompt_tokens:
+                return None
+            bare = [message.model_copy(update={"reasoning_content": None}) for message in prompt.messages]
+            without = len(self.template.prompt_ids(prompt.model_copy(update={"messages": tuple(bare)})))
+        except Refused:
+            return None
+        left_out = without == answer.prompt_tokens
+        reason = "server_left_out_earlier_reasoning" if left_out else "server_read_another_prompt"
+        if reason not in self._said:
+            self._said.add(reason)
+            what = "leaves out reasoning of earlier answers" if left_out else "has another template or system prompt"
+            say(
+                f"warning: the server read {answer.prompt_tokens} tokens of a prompt that has {expected} here: it "
+                f"{what}. What is trained is not what it answered; such rows are counted as {reason}"
+            )
+        return reason
 
     def _check_refusals(self, refused: Sequence[str]) -> None:
         """A server that takes no conversation at all is set up wrongly; this is not the conversations' fault."""
@@ -175,7 +208,8 @@ class ServerAnswers:
             "model": settings.model,
             "messages": messages,
             "max_tokens": settings.max_new_tokens,
-            "temperature": settings.temperature,
+            "temperature": settings.sampling.temperature,
+            "top_p": settings.sampling.top_p,
             **_NEUTRAL,
         }
         options = {**settings.template_options, **prompt.template_options}
@@ -187,7 +221,8 @@ class ServerAnswers:
 
     def _extended(self, request: dict[str, Any]) -> dict[str, Any]:
         """The request with what this server is not known to refuse."""
-        return {**request, **{name: each for name, each in _EXTENSIONS.items() if name not in self._refused_extensions}}
+        wanted = _EXTENSIONS | ({"top_k": self.settings.sampling.top_k} if self.settings.sampling.top_k else {})
+        return {name: each for name, each in {**request, **wanted}.items() if name not in self._refused_extensions}
 
     async def _ask(self, client: httpx.AsyncClient, request: dict[str, Any], key: str) -> Answer:
         """The answer to one request, which is repeated where that may help.
@@ -244,7 +279,10 @@ class ServerAnswers:
 
     def _gives_up_extensions(self, said: str) -> bool:
         """Whether a refusal is of something beyond the OpenAI interface, which is not sent again then."""
-        named = {name for name in _EXTENSIONS if name in said and name not in self._refused_extensions}
+        known = {*_EXTENSIONS, "seed"}
+        named = {name for name in known if name in said and name not in self._refused_extensions}
+        if "top_k" in named and self.settings.sampling.top_k:
+            raise ServerError(f"the server at {self.endpoint.url} does not take --top-k ({said}): leave it out")
         self._refused_extensions.update(named)
         return bool(named)
 
@@ -310,7 +348,8 @@ def _read_reply(reply: httpx.Response, key: str) -> Answer:
     cut like one that ran into the limit.
     """
     try:
-        choice = reply.json()["choices"][0]
+        body = reply.json()
+        choice, read = body["choices"][0], (body.get("usage") or {}).get("prompt_tokens")
         message = choice["message"]
         calls = tuple(parse_call(call) for call in message.get("tool_calls") or ())
         ended = choice.get("finish_reason") in _ENDED
@@ -322,6 +361,7 @@ def _read_reply(reply: httpx.Response, key: str) -> Answer:
             tool_calls=calls,
             finish_reason="length" if not ended else "tool_calls" if calls else "stop",
             output_ids=tuple(choice.get("token_ids") or ()),
+            prompt_tokens=read if isinstance(read, int) and read > 0 else None,
         )
     except BadRow as bad:
         raise _Unanswerable(f"answer_unreadable: {bad}") from None

@@ -30,6 +30,7 @@ from draftline.data.messages import (
     parse_tools,
     present,
 )
+from draftline.options import TEMPLATE_ARGUMENTS
 
 _CHAT_KEYS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "items")
 _PAIRS = (
@@ -61,11 +62,6 @@ _SWITCHES = frozenset({"on", "off", "true", "false", "yes", "no", "low", "medium
 """What a column named like reasoning says where it is a switch and no thought."""
 _ROW_FLAGS = ("weight", "loss_weight", "train", "trainable")
 _ALWAYS_READ = frozenset({*_SYSTEM_KEYS, *_TOOL_KEYS, *REASON_KEYS, *_IMAGE_KEYS, *_MEDIA_KEYS, "chat_template_kwargs"})
-TEMPLATE_ARGUMENTS = frozenset(
-    {"conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
-     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs",
-     "return_assistant_tokens_mask", "sanitize_control_tokens", "messages"}
-)  # fmt: skip
 KNOWN_LAYOUTS = "messages (or conversations), prompt with completion, instruction with output, text, input_ids"
 """The layouts in a few words, for a message; docs/guide/data.md lists all."""
 

@@ -15,18 +15,24 @@ from functools import cached_property
 from typing import Any, get_args
 
 import jinja2
+import jinja2.meta
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftline.data.conversations import Conversation, Message, ReasoningField, hash_json
 from draftline.data.parts import split_reasoning, unclosed_reasoning
 from draftline.errors import TemplateError
+from draftline.options import TEMPLATE_ARGUMENTS
 
 # What a template can raise: its own `raise_exception`, undefined names, and Python errors of its expressions.
 TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 
 MARK = re.compile(r"<[^<>\s]+>")
 """How control tokens are written, for tokenizers that do not have all of the template's among their own."""
+
+_GENERATION_MARKER = re.compile(r"\{%[-+]?\s*(?:end)?generation\s*[-+]?%\}")
+_FUNCTIONS = ("raise_exception", "strftime_now")
+"""What transformers gives every template to call."""
 
 _QUESTION, _THOUGHT, _ANSWER = "qzUSERzq", "qzTHINKzq", "qzANSWERzq"
 _FUNCTION = {"name": "f", "arguments": {"qzarg": "qzvalue"}}
@@ -104,11 +110,36 @@ class ChatTemplate:
     @cached_property
     def has_generation_markers(self) -> bool:
         """Whether the template says itself which text the assistant generates."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+        return _GENERATION_MARKER.search(self.source) is not None
 
     def knows_role(self, role: str) -> bool:
         """Whether the template names this role."""
         return re.search(rf"['\"]{re.escape(role)}['\"]", self.source) is not None
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """Options that the template looks at: names that it takes from outside and that not every template is given.
+
+        Raises:
+            TemplateError: it is no template.
+        """
+        environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+        given = {*TEMPLATE_ARGUMENTS, *self.tokenizer.SPECIAL_TOKENS_ATTRIBUTES, *environment.globals, *_FUNCTIONS}
+        try:
+            trees = [
+                environment.parse(_GENERATION_MARKER.sub("", self.select(with_tools=tools))) for tools in (False, True)
+            ]
+        except jinja2.TemplateSyntaxError as error:
+            raise TemplateError(f"the chat template is none: line {error.lineno}: {error.message}") from error
+        return frozenset().union(*map(jinja2.meta.find_undeclared_variables, trees)) - given
+
+    def unread_options(self) -> str | None:
+        """A warning that names the options which the template does not look at, and those that it does."""
+        unread = sorted(self.options.keys() - self.reads)
+        if not unread:
+            return None
+        known = f"it reads {', '.join(sorted(self.reads))}" if self.reads else "it reads none"
+        return f"the chat template does not read {', '.join(unread)}, which changes nothing: {known}"
 
     def situation(self, conversation: Conversation) -> str:
         """What of a conversation beside its messages changes how the template works: its options, tools or none."""

@@ -17,7 +17,7 @@ from draftline.data.template import render_prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate.generate import Generation, fits, generate, generate_plain
-from draftline.options import AnswerSettings, EvaluationSettings
+from draftline.options import EvaluationSettings
 from draftline.targets.model import Target, stop_token_ids
 
 
@@ -51,7 +51,7 @@ def answer_prompt(
     target: Target,
     draft_model: DFlashDraftModel,
     text: str,
-    settings: AnswerSettings,
+    settings: EvaluationSettings,
 ) -> PromptAnswer:
     """Answer what a user says, through the target's chat template.
 
@@ -63,7 +63,8 @@ def answer_prompt(
         raise DataError("the prompt is empty: give a text with --prompt")
     target.require_chat_template()
     tokenizer = target.require_tokenizer()
-    ids = render_prompt(tokenizer, Conversation(messages=(Message(role="user", content=text),)), {})
+    asked = Conversation(messages=(Message(role="user", content=text),)).with_system_prompt(settings.system_prompt)
+    ids = render_prompt(tokenizer, asked, settings.template_options)
     generation = generate(
         target,
         draft_model,

@@ -13,7 +13,6 @@ import torch
 
 from draftline.data.accounting import ChatMode
 from draftline.data.answers import answer_slots
-from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
 from draftline.data.render import text_pieces
 from draftline.data.template import render_prompt
@@ -80,7 +79,7 @@ def evaluate_prompts(
         TemplateError: the target has no chat template, or it refuses a prompt.
     """
     drafted_tokens(draft_model.config, settings.num_speculative_tokens)  # refused before anything is answered
-    prompts = [replace(p, conversation=_with_system_prompt(p.conversation, settings.system_prompt)) for p in prompts]
+    prompts = [replace(p, conversation=p.conversation.with_system_prompt(settings.system_prompt)) for p in prompts]
     asked = [len(answer_slots(prompt.conversation)) for prompt in prompts]
     if not sum(asked):
         raise DataError('no prompt has a user turn: give a file with lines such as {"turns": ["..."]}')
@@ -172,13 +171,6 @@ def _accepted_by_prompt(answers: Sequence[CountedAnswer]) -> list[list[int]]:
     for answer in answers:
         found.setdefault(answer.prompt, []).extend(answer.accepted_per_forward)
     return list(found.values())
-
-
-def _with_system_prompt(conversation: Conversation, text: str | None) -> Conversation:
-    """The conversation with the system prompt in front, unless it has one."""
-    if text is None or any(message.role in ("system", "developer") for message in conversation.messages):
-        return conversation
-    return conversation.model_copy(update={"messages": (Message(role="system", content=text), *conversation.messages)})
 
 
 def _check_prompts(target: Target, prompts: Sequence[Prompt], settings: EvaluationSettings) -> None:

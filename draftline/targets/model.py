@@ -35,8 +35,9 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draftline.config import TargetConfig
+from draftline.data.template import ChatTemplate
 from draftline.errors import TargetError, TemplateError
-from draftline.storage import new_folder, unused_folder
+from draftline.storage import new_folder, reason_of, unused_folder
 from draftline.targets.head import TargetHead, TargetParts, build_head, find_parts, row_scale, text_config
 
 _LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
@@ -150,6 +151,7 @@ def load_target(config: TargetConfig) -> Target:
     dtype = _torch_dtype(config.dtype, device)
     with _quiet():
         model, tokenizer = load_smollm2(dtype) if config.name == "smollm2" else _load_pretrained(config, dtype)
+    _set_chat_template(config, tokenizer)
     try:
         nn.Module.to(model, device)
     except RuntimeError as error:
@@ -172,6 +174,7 @@ def load_tokenizer(config: TargetConfig, *, chat_template: bool = True) -> PreTr
         tokenizer = load_smollm2_tokenizer()
     else:
         tokenizer = _require_tokenizer(config.name, _load_tokenizer(config, *_locate(config.name)))
+    _set_chat_template(config, tokenizer)
     if chat_template:
         _require_chat_template(config.name, tokenizer)
     return tokenizer
@@ -275,6 +278,24 @@ def _require_tokenizer(name: str, tokenizer: PreTrainedTokenizerBase | None) -> 
     if tokenizer is None:
         raise TargetError(f"target {name} has no tokenizer files: copy them into its folder")
     return tokenizer
+
+
+def _set_chat_template(config: TargetConfig, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Give the tokenizer the template of the file that is named, if one is.
+
+    Raises:
+        TemplateError: the file cannot be read, or holds no template.
+    """
+    if config.chat_template is None or tokenizer is None:
+        return
+    try:
+        tokenizer.chat_template = config.chat_template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TemplateError(f"--chat-template {config.chat_template} cannot be read: {reason_of(error)}") from error
+    try:
+        _ = ChatTemplate(tokenizer).reads
+    except TemplateError as error:
+        raise TemplateError(f"--chat-template {config.chat_template}: {error}") from error
 
 
 def _require_chat_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str:

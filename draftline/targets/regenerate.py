@@ -1,9 +1,9 @@
 """The target answers the prompts itself, in process, and says how much of given answers it would have written.
 
 A drafter is trained to predict what the target would say, so the answers in the data should be the target's own. They
-are generated greedily in batches of similar length, padded on the left; a row leaves the batch as soon as it ends, is
-stored at once, and no longer costs anything. Each turn of a conversation is answered given the answers before it,
-never given the history that the file had.
+are generated greedily, or sampled by a generator of each answer's own, in batches of similar length, padded on the
+left; a row leaves the batch as soon as it ends, is stored at once, and no longer costs anything. Each turn of a
+conversation is answered given the answers before it, never given the history that the file had.
 
 Where the answers come from somebody else, a drafter is shown contexts that the target never produces, and its accuracy
 on them says little about serving. The share of answer tokens that are the target's own greedy choice tells the two
@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted, make_answer
+from draftline.data.answers import Answer, AnswerStore, Dialogue, answer_key, counted, make_answer, seed_of
 from draftline.data.conversations import Conversation, Unusable
 from draftline.data.template import ChatTemplate, Refused
 from draftline.errors import TargetError
-from draftline.options import GenerationSettings
+from draftline.options import GenerationSettings, Sampling
 from draftline.progress import OnProgress, say
 from draftline.records import Sample
 from draftline.targets.cached import cached_forward, last_logits_only, select_rows, unlike
 from draftline.targets.head import text_config
 from draftline.targets.model import context_limit, stop_token_ids, weights_fingerprint
+from draftline.targets.sampling import draw, probabilities
 
 _PROBED_ROWS = 8
 """Rows of the batch that shows whether batches work."""
@@ -94,7 +95,7 @@ class TargetAnswers:
         if len(prompt_ids) >= context_limit(self.model):
             dialogue.drop("prompt_fills_context")
             return None
-        key = answer_key(prompt_ids, self.settings.identity(), fingerprint)
+        key = answer_key(prompt_ids, self.settings.identity(), fingerprint, dialogue.sample)
         known = self.store.get(key)
         if known is None:
             return prompt_ids, key, dialogue
@@ -103,8 +104,9 @@ class TargetAnswers:
 
     def _generate(self, batch: Sequence[_Waiting]) -> Iterator[tuple[Dialogue, Answer]]:
         stop_ids = stop_token_ids(self.model, self.tokenizer)
-        prompts = [prompt_ids for prompt_ids, _, _ in batch]
-        for row, output_ids in generate_batch(self.model, prompts, stop_ids, self.settings.max_new_tokens):
+        prompts, seeds = [prompt_ids for prompt_ids, _, _ in batch], [seed_of(key) for _, key, _ in batch]
+        drawn = None if self.settings.sampling.greedy else Drawn(self.settings.sampling, seeds)
+        for row, output_ids in generate_batch(self.model, prompts, stop_ids, self.settings.max_new_tokens, drawn):
             _, key, dialogue = batch[row]
             yield dialogue, make_answer(self.tokenizer, key, output_ids, stop_ids, dialogue.prompt())
 
@@ -113,11 +115,29 @@ _Waiting = tuple[list[int], str, Dialogue]
 """Ids of a prompt, the key of its answer, and the dialogue that it belongs to."""
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """How the answers of a batch are sampled: each by a generator of its own, so that none depends on the others.
+
+    Attributes:
+        seeds: one per row.
+    """
+
+    sampling: Sampling
+    seeds: Sequence[int]
+
+
 @torch.no_grad()
 def generate_batch(
-    model: PreTrainedModel, prompts: Sequence[Sequence[int]], stop_ids: frozenset[int], max_new_tokens: int
+    model: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    stop_ids: frozenset[int],
+    max_new_tokens: int,
+    drawn: Drawn | None = None,
 ) -> Iterator[tuple[int, list[int]]]:
-    """Greedy answers of one batch, each yielded as `(row, output ids with the stop token)` when it ends.
+    """Answers of one batch, each yielded as `(row, output ids with the stop token)` when it ends.
+
+    They are greedy unless they are to be `drawn`.
 
     The prompts are padded on the left, so that all rows write their next token into the same column; positions are
     counted from each row's first real token. Rows that ended are taken out of the cache. An answer ends where the
@@ -127,8 +147,14 @@ def generate_batch(
     rows = list(range(len(prompts)))
     outputs: list[list[int]] = [[] for _ in prompts]
     batch = _Batch(model, prompts)
+    generators = [torch.Generator(model.device).manual_seed(seed) for seed in (drawn.seeds if drawn else ())]
     for _ in range(max(budgets)):
-        next_B = batch.forward().argmax(-1)
+        logits_BV = batch.forward()
+        if drawn is None:
+            next_B = logits_BV.argmax(-1)
+        else:
+            each = zip(probabilities(drawn.sampling, logits_BV), rows, strict=True)
+            next_B = torch.cat([draw(chances_V[None], generators[row]) for chances_V, row in each])
         going = []
         for place, (row, token) in enumerate(zip(rows, next_B.tolist(), strict=True)):
             outputs[row].append(token)

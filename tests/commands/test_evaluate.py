@@ -9,8 +9,9 @@ from typing import Any, cast
 import pytest
 
 from draftline import cli
-from draftline.commands.evaluate import evaluate_drafter, parse_template_options
+from draftline.commands.evaluate import evaluate_drafter
 from draftline.errors import ConfigError
+from draftline.options import parse_template_options
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,9 @@ import pytest
 from draftline import cli
 from draftline.commands.prepare import answer_and_prepare
 from draftline.config import TargetConfig
+from draftline.data.dataset import PreparedDataset
 from draftline.options import GenerationSettings, PrepareOptions
-from draftline.targets.model import load_target
+from draftline.targets.model import TINY_FOLDER, load_target, load_tokenizer
 from tests.data.test_prepare import row, write
 
 PROMPTS = ["Sort these numbers: 5 2 9", "What is 12 + 7?", "Say hello", "Count to 4", "What is 3 + 4?", "Sort: 2 1"]
@@ -78,3 +79,55 @@ def test_given_answers_are_compared_with_the_targets_own_before_it_writes(
     settings = GenerationSettings(max_new_tokens=4)
     answer_and_prepare(target, [str(tmp_path / "given.jsonl")], tmp_path / "out", PrepareOptions(), settings)
     assert "regenerate" in capsys.readouterr().err
+
+
+def test_words_for_the_template_reach_every_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Template, its options and the system prompt from files and words, one of which the template does not read."""
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ mood }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    (tmp_path / "system.txt").write_text("Be brief.\n")
+    data, out = write(tmp_path / "a.jsonl", [row("a", "b")]), tmp_path / "out"
+    words = ["prepare", "--target", "tiny", "--data", data, "--out", str(out), "--system-prompt"]
+    words += [str(tmp_path / "system.txt"), "--chat-template", str(tmp_path / "t.jinja")]
+    assert cli.run([*words, "--template-option", "mood=merry", "--template-option", "thinking=false"]) == 0
+    assert "warning: the chat template does not read thinking, which changes nothing: it reads mood" in (
+        capsys.readouterr().err
+    )
+    dataset = PreparedDataset.open(out)
+    tokenizer = load_tokenizer(TargetConfig(name=str(TINY_FOLDER), chat_template=tmp_path / "t.jinja"))
+    assert (
+        tokenizer.decode(dataset[0].input_ids)
+        == "<|system|>Be brief.merry<|end|><|user|>amerry<|end|><|assistant|>bmerry<|end|>"
+    )
+    assert dataset.meta["template_options"] == {"mood": "merry", "thinking": False}
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--chat-template", "nowhere.jinja"], "--chat-template nowhere.jinja cannot be read: No such file"),
+        (["--template-option", "tools=1"], "write KEY=VALUE"),
+        (["--temperature", "0.7"], "add --regenerate"),
+        (["--answers-per-prompt", "2"], "give --temperature"),
+        (["--answers-per-prompt", "2", "--temperature", "1"], "add --regenerate"),
+    ],
+)
+def test_words_of_answers_that_cannot_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    data = write(tmp_path / "a.jsonl", [row("a")])
+    assert cli.run(["prepare", "--target", "tiny", "--data", data, "--out", str(tmp_path / "out"), *words]) == 2
+    said = capsys.readouterr().err
+    assert line in said
+    assert said.count("\n") == 1
+
+
+def test_samples_of_a_prompt_reach_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, out = write(tmp_path / "a.jsonl", [{"prompt": "Count to 4"}]), tmp_path / "out"
+    words = ["prepare", "--target", "tiny", "--data", data, "--out", str(out), "--regenerate", "--max-new-tokens", "8"]
+    assert cli.run([*words, "--answers-per-prompt", "3", "--temperature", "1.5", "--top-k", "40"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["rows_out"], len((out / "answers.jsonl").read_text().splitlines())) == (3, 3)
+    assert PreparedDataset.open(out).meta["sampling"] == {"temperature": 1.5, "top_p": 1.0, "top_k": 40}

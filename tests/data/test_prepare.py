@@ -13,7 +13,7 @@ from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
 from draftline.data.prepare import given_samples, prepare
 from draftline.errors import DataError, Interrupted, StorageError, TemplateError
-from draftline.options import MaskOptions, PrepareOptions
+from draftline.options import GenerationSettings, MaskOptions, PrepareOptions, Sampling
 from tests.data.chat_tokenizers import CHATML, GEMMA, THINKING, make_tokenizer
 
 
@@ -271,6 +271,8 @@ def test_hidden_answers_are_one_clear_error(tmp_path: Path) -> None:
 
 def test_answerer_replaces_the_answers(tmp_path: Path) -> None:
     class Parrot:
+        settings = GenerationSettings()
+
         def identity(self) -> dict[str, object]:
             return {"who": "parrot"}
 
@@ -290,27 +292,56 @@ def test_answerer_replaces_the_answers(tmp_path: Path) -> None:
     assert reasons(report["dropped"]) == {"empty": (1, 3)}
 
 
+class Counting:
+    """Answers everything with one letter, and keeps what it was asked, with the number of the sample."""
+
+    def __init__(self, settings: GenerationSettings | None = None) -> None:
+        self.settings = settings or GenerationSettings()
+        self.asked: list[tuple[str, int]] = []
+
+    def identity(self) -> dict[str, object]:
+        return {}
+
+    def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
+        self.asked += [(c.messages[0].content, c.sample) for c in conversations]
+        answer = Message(role="assistant", content="a")
+        return [Conversation(messages=(c.messages[0], answer), sample=c.sample) for c in conversations]
+
+
 def test_rows_that_ask_the_same_are_one_prompt(tmp_path: Path) -> None:
-    class Counting:
-        asked = 0
-
-        def identity(self) -> dict[str, object]:
-            return {}
-
-        def __call__(self, conversations: Sequence[Conversation]) -> list[Conversation]:
-            self.asked += len(conversations)
-            return [
-                Conversation(messages=(c.messages[0], Message(role="assistant", content="a"))) for c in conversations
-            ]
-
     counting = Counting()
     data = write(tmp_path / "data.jsonl", [row("same", f"old {n}") for n in range(10)])
     report = prepare(make_tokenizer(CHATML), [data], tmp_path / "out", PrepareOptions(), counting)
-    assert (counting.asked, report["rows_out"], reasons(report["dropped"])) == (1, 1, {"duplicate": (9, 2)})
+    assert (len(counting.asked), report["rows_out"], reasons(report["dropped"])) == (1, 1, {"duplicate": (9, 2)})
+
+
+def test_a_prompt_is_asked_once_for_each_sample(tmp_path: Path) -> None:
+    sampled = GenerationSettings(answers_per_prompt=3, sampling=Sampling(temperature=1.0))
+    counting = Counting(sampled)
+    data = write(tmp_path / "data.jsonl", [*(row("same", f"old {n}") for n in range(10)), row("other")])
+    report = prepare(make_tokenizer(CHATML), [data], tmp_path / "out", PrepareOptions(heldout=1), counting)
+    assert counting.asked == [("same", 0), ("same", 1), ("same", 2), ("other", 0), ("other", 1), ("other", 2)]
+    assert (report["rows_in"], report["rows_out"], reasons(report["dropped"])) == (33, 6, {"duplicate": (27, 2)})
+    # all samples of a prompt fall on one side
+    assert len(PreparedDataset.open(tmp_path / "out")) == len(PreparedDataset.open(tmp_path / "out/heldout")) == 3
+    meta = json.loads((tmp_path / "out/meta.json").read_text())
+    assert (meta["answers_per_prompt"], meta["sampling"]) == (3, {"temperature": 1.0, "top_p": 1.0, "top_k": 0})
+
+
+def test_a_system_prompt_is_for_conversations_without_one(tmp_path: Path) -> None:
+    own = {"messages": [{"role": "system", "content": "Mine."}, *row("b")["messages"]]}
+    data = write(tmp_path / "data.jsonl", [row("a"), own])
+    prepare(make_tokenizer(CHATML), [data], tmp_path / "out", PrepareOptions(system_prompt="Be brief."))
+    dataset, tokenizer = PreparedDataset.open(tmp_path / "out"), make_tokenizer(CHATML)
+    texts = [tokenizer.decode(dataset[n].input_ids) for n in range(2)]
+    assert ["Be brief." in text for text in texts] == [True, False]
+    assert "Mine." in texts[1]
 
 
 def test_a_dialogue_that_ends_because_no_call_was_read_is_noted(tmp_path: Path) -> None:
     class Talker:
+        settings = GenerationSettings()
+
         def identity(self) -> dict[str, object]:
             return {}
 

@@ -283,3 +283,45 @@ def test_another_encoding_costs_its_lines_only() -> None:
         "not_utf8",
         None,
     ]
+
+
+def test_a_data_set_may_be_named_with_its_subset_and_split(tmp_path: Path) -> None:
+    """A folder as on the hub, with its card; and one that `datasets` saved."""
+    parts = {(subset, split): f"{subset}/{split}.jsonl" for subset in ("one", "two") for split in ("train", "test")}
+    for (subset, split), name in parts.items():
+        (tmp_path / "cards" / subset).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cards" / name).write_text(json.dumps({"prompt": f"{subset} {split}"}) + "\n")
+    configs = [
+        {
+            "config_name": subset,
+            "data_files": [{"split": split, "path": parts[subset, split]} for split in ("train", "test")],
+        }
+        for subset in ("one", "two")
+    ]
+    (tmp_path / "cards" / "README.md").write_text(f"---\nconfigs: {json.dumps(configs)}\n---\n")
+    saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"prompt": [name]}) for name in ("train", "test")})
+    saved.save_to_disk(tmp_path / "saved")
+
+    def read(name: str, split: str | None = None) -> list[str]:
+        return [row.value["prompt"] for row in read_rows(resolve_sources([f"{tmp_path}/{name}"]), split)]
+
+    assert read("cards:two:test") == ["two test"]
+    assert read("cards:one") == ["one train"]
+    assert read("cards:one", "test") == ["one test"]
+    assert read("cards:two:train", "test") == ["two train"]
+    assert (read("saved::test"), read("saved")) == (["test"], ["train"])
+    for name, words in (("cards:three:test", "three"), ("cards:one:valid", "valid"), ("saved::valid", "train, test")):
+        with pytest.raises(DataError, match=words) as refused:
+            read(name)
+        assert "\n" not in str(refused.value)
+    with pytest.raises(DataError, match="NAME:SUBSET:SPLIT"):
+        resolve_sources(["a:b:c:d"])
+
+
+def test_a_hub_without_a_net_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        DataError, match="cannot read the data set 'someone/nothing:main:test', split 'test'"
+    ) as refused:
+        list(read_rows(resolve_sources(["someone/nothing:main:test"])))
+    assert "\n" not in str(refused.value)

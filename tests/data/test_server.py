@@ -12,8 +12,10 @@ import pytest
 from draftline.data.answers import AnswerStore
 from draftline.data.conversations import Conversation, Message, Unusable
 from draftline.data.server import Endpoint, ServerAnswers
+from draftline.data.template import ChatTemplate
 from draftline.errors import ServerError
-from draftline.options import ServerSettings
+from draftline.options import Sampling, ServerSettings
+from tests.data.chat_tokenizers import make_tokenizer
 
 
 class ChatServer:
@@ -65,7 +67,7 @@ class ChatServer:
         content = f"{len(request['messages'])}: {request['messages'][-1]['content']}"
         choice = self.reply or {"message": {"content": content}, "finish_reason": "stop"}
         body = json.dumps(
-            {"choices": [choice]}
+            {"choices": [choice], **self.usage(request)}
             if status == 200
             else {"error": {"message": f"unknown {refused[0]}" if refused else "not this one"}}
         ).encode()
@@ -78,6 +80,11 @@ class ChatServer:
             handler.send_header("Retry-After", self.retry_after)
         handler.end_headers()
         handler.wfile.write(body)
+
+    def usage(self, request: dict[str, Any]) -> dict[str, Any]:
+        """What it says that it has read; nothing by itself."""
+        del request
+        return {}
 
     def close(self) -> None:
         self.server.shutdown()
@@ -96,9 +103,16 @@ def prompts(*texts: str) -> Conversation:
     return Conversation(messages=tuple(Message(role="user", content=text) for text in texts))
 
 
-def ask(server: ChatServer, path: Path, conversations: list[Conversation], **settings: Any) -> list[Any]:
+def ask(
+    server: ChatServer,
+    path: Path,
+    conversations: list[Conversation],
+    template: ChatTemplate | None = None,
+    **settings: Any,
+) -> list[Any]:
     with AnswerStore(path / "answers.jsonl") as store:
-        answerer = ServerAnswers(store, Endpoint(server.url), ServerSettings(model="m", **settings), first_pause_s=0.01)
+        asking = ServerSettings(model="m", **settings)
+        answerer = ServerAnswers(store, Endpoint(server.url), asking, template=template, first_pause_s=0.01)
         return answerer(conversations)
 
 
@@ -250,6 +264,56 @@ def test_the_servers_own_sampling_defaults_are_switched_off(server: ChatServer, 
     neutral = {"top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0}
     assert {name: server.requests[0][name] for name in neutral} == neutral
     assert (server.requests[0]["top_k"], server.requests[0]["min_p"]) == (-1, 0.0)
+
+
+def test_sampling_is_sent_with_a_seed_for_each_sample(server: ChatServer, tmp_path: Path) -> None:
+    asked = [prompts("a").model_copy(update={"sample": n}) for n in range(3)]
+    sampling = Sampling(temperature=0.7, top_p=0.8, top_k=20)
+    ask(server, tmp_path, asked * 2, sampling=sampling, seed=4)
+    assert len(server.requests) == 3
+    sent = {(r["temperature"], r["top_p"], r["top_k"], r["repetition_penalty"]) for r in server.requests}
+    assert sent == {(0.7, 0.8, 20, 1.0)}
+    assert len({r["seed"] for r in server.requests}) == 3
+    server.unknown_fields = {"seed"}
+    (answered,) = ask(server, tmp_path, [prompts("b")], sampling=sampling)
+    assert answered.messages[-1].content == "1: b"
+    server.unknown_fields = {"top_k"}
+    with pytest.raises(ServerError, match="--top-k"):
+        ask(server, tmp_path, [prompts("c")], sampling=sampling)
+
+
+def test_greedy_requests_have_no_seed(server: ChatServer, tmp_path: Path) -> None:
+    ask(server, tmp_path, [prompts("a")])
+    assert "seed" not in server.requests[0]
+
+
+def test_what_the_server_read_is_compared_with_what_is_trained(
+    server: ChatServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Servers: with the target's template, without reasoning of the history, with another template, without a count."""
+    turn = "<|im_start|>{{ m.role }}\n{{ m.reasoning_content }}{{ m.content }}<|im_end|>\n"
+    template = ChatTemplate(make_tokenizer(f"{{% for m in messages %}}{turn}{{% endfor %}}"))
+
+    def tokens(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        ids = template.tokenizer.apply_chat_template(messages, return_dict=False)
+        return {"usage": {"prompt_tokens": len(ids)}}
+
+    def without(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [{key: m[key] for key in ("role", "content")} for m in messages]
+
+    server.reply = {"message": {"content": "so", "reasoning": "why"}, "finish_reason": "stop"}
+    for number, (reads, notes) in enumerate(
+        [
+            (lambda request: tokens(request["messages"]), [None, None]),
+            (lambda request: tokens(without(request["messages"])), [None, "server_left_out_earlier_reasoning"]),
+            (lambda request: tokens([*request["messages"], *request["messages"]]), ["server_read_another_prompt"] * 2),
+            (lambda _: {}, [None, None]),
+        ]
+    ):
+        server.usage = reads  # type: ignore[method-assign]
+        (answered,) = ask(server, tmp_path / str(number), [prompts("a", "b")], template)
+        assert [message.note for message in answered.messages if message.role == "assistant"] == notes
+        assert capsys.readouterr().err.count("warning: the server read") == (notes[1] is not None)
 
 
 def test_a_server_that_knows_only_the_openai_interface_is_asked_in_it(server: ChatServer, tmp_path: Path) -> None:

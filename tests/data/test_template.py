@@ -50,3 +50,23 @@ def test_reasoning_survives_into_the_next_prompt() -> None:
     assert dialogue.prompt().messages[1].reasoning_content == "why"
     tokenizer = make_tokenizer(THINKING.replace("loop.index0 > ns.last", "true"))
     assert "<think>\nwhy\n</think>\n\nso" in tokenizer.decode(render_prompt(tokenizer, dialogue.prompt(), {}))
+
+
+def test_options_that_a_template_does_not_read_are_named_with_those_it_does() -> None:
+    reads = """{%- set quick = enable_thinking is defined and not enable_thinking -%}
+    {%- if builtin_tools %}x{% endif -%}
+    {%- macro said(m) -%}{{ m.content ~ effort | default('low') }}{%- endmacro -%}
+    {%- for m in messages %}{% generation %}{{ bos_token ~ said(m) }}{% endgeneration %}{% break %}{% endfor -%}
+    {%- if add_generation_prompt %}{{ strftime_now('%Y') }}{{ raise_exception(quick ~ tools) }}{% endif -%}"""
+    template = ChatTemplate(make_tokenizer(reads), {"enable_thinking": False, "thinking": True})
+    assert template.reads == {"enable_thinking", "builtin_tools", "effort"}
+    assert template.unread_options() == (
+        "the chat template does not read thinking, which changes nothing: it reads builtin_tools, effort, "
+        "enable_thinking"
+    )
+    assert ChatTemplate(make_tokenizer(reads), {"effort": "high"}).unread_options() is None
+    assert ChatTemplate(make_tokenizer(CHATML), {"thinking": True}).unread_options() == (
+        "the chat template does not read thinking, which changes nothing: it reads none"
+    )
+    with pytest.raises(TemplateError, match="line 2"):
+        _ = ChatTemplate(make_tokenizer("{% for m in messages %}\n{{ m. }}{% endfor %}")).reads

@@ -11,7 +11,7 @@ from draftline.data.prompts import Prompt
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DataError
 from draftline.evaluate.answer import answer_dialogue, answer_prompt
-from draftline.options import AnswerSettings, EvaluationSettings, Sampling
+from draftline.options import EvaluationSettings, Sampling
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.model import Target, load_target, stop_token_ids
 
@@ -35,7 +35,7 @@ def naive_answer(target: Target, text: str, budget: int) -> list[int]:
 
 
 def test_an_answer_is_the_targets_own_and_its_counts_add_up(pair: tuple[Target, DFlashDraftModel]) -> None:
-    answer = answer_prompt(*pair, "What is 12 + 7?", AnswerSettings(max_new_tokens=12))
+    answer = answer_prompt(*pair, "What is 12 + 7?", EvaluationSettings(max_new_tokens=12))
     assert answer.output_ids == naive_answer(pair[0], "What is 12 + 7?", 12)
     text = pair[0].require_tokenizer().decode(answer.output_ids, skip_special_tokens=True)
     assert answer.text == answer.to_json()["text"] == text
@@ -46,7 +46,7 @@ def test_an_answer_is_the_targets_own_and_its_counts_add_up(pair: tuple[Target, 
 
 def test_an_empty_prompt_is_refused(pair: tuple[Target, DFlashDraftModel]) -> None:
     with pytest.raises(DataError, match="--prompt"):
-        answer_prompt(*pair, " \n", AnswerSettings(max_new_tokens=4))
+        answer_prompt(*pair, " \n", EvaluationSettings(max_new_tokens=4))
 
 
 def test_both_decodings_of_a_sampled_turn_have_a_generator_of_their_own(

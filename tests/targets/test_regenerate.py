@@ -3,18 +3,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from draftline.data.answers import AnswerStore
 from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
 from draftline.data.prepare import prepare
 from draftline.data.template import render_prompt
-from draftline.errors import DataError
-from draftline.options import GenerationSettings, PrepareOptions
+from draftline.errors import ConfigError, DataError
+from draftline.options import GenerationSettings, PrepareOptions, Sampling
 from draftline.records import Sample
 from draftline.targets.model import weights_fingerprint
-from draftline.targets.regenerate import Agreement, TargetAnswers, generate_batch, measure_agreement
+from draftline.targets.regenerate import Agreement, Drawn, TargetAnswers, generate_batch, measure_agreement
 from tests.data.chat_tokenizers import CHATML, GEMMA, make_tokenizer
 from tests.data.test_prepare import reasons, write
 
@@ -54,6 +60,57 @@ def test_batch_equals_one_by_one_decoding(model: LlamaForCausalLM) -> None:
     found = dict(generate_batch(model, asked, stop_ids, 14))
     assert found == {row: naive_greedy(model, ids, stop_ids, 14) for row, ids in enumerate(asked)}
     assert len({len(output) for output in found.values()}) > 1
+
+
+def test_a_sampled_answer_is_drawn_from_the_filtered_distribution_and_depends_on_no_other(
+    model: LlamaForCausalLM,
+) -> None:
+    """Against a whole forward per token, transformers' own filters, and the generator of that answer alone."""
+    generator = torch.Generator().manual_seed(1)
+    asked = [torch.randint(300, (length,), generator=generator).tolist() for length in (3, 17, 9, 1, 12)] * 2
+    stop_ids, seeds = frozenset(range(0, 300, 9)), list(range(70, 70 + len(asked)))
+    sampling = Sampling(temperature=1.7, top_k=50, top_p=0.9)
+    found = dict(generate_batch(model, asked, stop_ids, 9, Drawn(sampling, seeds)))
+    filters = [TemperatureLogitsWarper(1.7), TopKLogitsWarper(50), TopPLogitsWarper(0.9)]
+    for row, (prompt, seed) in enumerate(zip(asked, seeds, strict=True)):
+        generator, output = generator.manual_seed(seed), list[int]()
+        while len(output) < 9 and not (output and output[-1] in stop_ids):
+            ids = torch.tensor([[*prompt, *output]])
+            with torch.no_grad():
+                scores = model(input_ids=ids, use_cache=False).logits[:, -1].double()
+            for each in filters:
+                scores = each(ids, scores)
+            output.append(int(torch.multinomial(scores.softmax(-1), 1, generator=generator)))
+        assert found[row] == output
+    assert len({tuple(answer) for answer in found.values()}) > 7
+    assert len({len(answer) for answer in found.values()}) > 2  # rows left the batch at different times
+
+
+def test_samples_are_stored_each_under_its_own_key(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    settings = GenerationSettings(max_new_tokens=12, sampling=Sampling(temperature=2.0))
+    asked = [Conversation(messages=(Message(role="user", content="Sort"),), sample=n) for n in range(4)]
+    with AnswerStore(tmp_path / "answers.jsonl") as store:
+        answerer = TargetAnswers(model, make_tokenizer(CHATML), store, settings)
+        two = answerer(asked[:2])
+        assert len(store) == 2
+        four = answerer(asked)
+        assert len(store) == 4
+    assert four[:2] == two
+    texts = [chat.messages[-1].output_ids for chat in four if isinstance(chat, Conversation)]
+    assert len(set(texts)) == 4
+    for other in (
+        settings.model_copy(update={"seed": 1}),
+        settings.model_copy(update={"sampling": Sampling(temperature=2.0, top_k=5)}),
+        settings.model_copy(update={"sampling": Sampling(temperature=2.0, top_p=0.5)}),
+        settings.model_copy(update={"sampling": Sampling(temperature=1.0)}),
+        settings.model_copy(update={"sampling": Sampling()}),
+    ):
+        assert other.identity() != settings.identity()
+
+
+def test_greedy_samples_would_all_be_the_same() -> None:
+    with pytest.raises(ConfigError, match="--temperature"):
+        GenerationSettings(answers_per_prompt=2)
 
 
 def test_each_turn_is_answered_given_the_regenerated_history(model: LlamaForCausalLM, tmp_path: Path) -> None:

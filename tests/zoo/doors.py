@@ -25,7 +25,7 @@ from draftline.evaluate.acceptance import teacher_forced_walk
 from draftline.evaluate.engines import ENGINES, DraftCounts
 from draftline.evaluate.served import ServedAnswer
 from draftline.formats import exporting, programs
-from draftline.options import AnswerSettings, EvaluationSettings, ExportSettings, Sampling, ServerMeasurement
+from draftline.options import EvaluationSettings, ExportSettings, Sampling, ServerMeasurement
 from draftline.run import Run
 from draftline.targets.model import weights_fingerprint
 from draftline.train import checkpoint as checkpoint_module
@@ -148,7 +148,7 @@ def asked(world: World, model: DFlashDraftModel) -> list[Any]:
         Prompt("b", 1, Conversation(messages=tuple(words))),
     ]
     result = benchmark.evaluate_prompts(world.target, model, prompts, settings)
-    alone = answer.answer_prompt(world.target, model, "Say 3.", AnswerSettings(max_new_tokens=6, sampling=_SAMPLED))
+    alone = answer.answer_prompt(world.target, model, "Say 3.", EvaluationSettings(max_new_tokens=6, sampling=_SAMPLED))
     turns = [(turn.input_ids, turn.output_ids) for turn in result.per_prompt]
     parts = (result.acceptance_length_macro, [part.name for part in result.by_file])
     ids = torch.randint(3, 90, (300,), generator=torch.Generator().manual_seed(3)).tolist()

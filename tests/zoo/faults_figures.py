@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from draftline.data.conversations import Conversation
 from draftline.evaluate import acceptance as acceptance_module
 from draftline.evaluate import answer as answer_module
 from draftline.evaluate import benchmark as benchmark_module
@@ -131,7 +132,7 @@ def _(world: World) -> None:
 
 @fault("an evaluation loses its system prompt", "B11", "EVL011", CHATS)
 def _(world: World) -> None:
-    world.patch.setattr(benchmark_module, "_with_system_prompt", lambda conversation, _text: conversation)
+    world.patch.setattr(Conversation, "with_system_prompt", lambda conversation, _text: conversation)
 
 
 # What is reported.
