@@ -54,6 +54,8 @@ from draftline.records import Sample
 from draftline.storage import storage_errors
 
 _CHUNK_ROWS = 512
+_CHUNK_BYTES = 1 << 24
+"""Rows and bytes of the data that are in memory at the same time, at most; one row may have more bytes."""
 _SECONDS_BETWEEN_CHECKPOINTS = 5.0
 _QUOTING_REASONS = 20
 """Distinct messages of a template, a server, or role names that are counted apart; further ones together."""
@@ -190,7 +192,7 @@ class Preparation:
         rows = islice((replace(raw, sample=n) for raw in read for n in range(each)), self.saved_rows, None)
         size = total_bytes(sources)
         saved = time.monotonic()
-        while chunk := list(islice(rows, _CHUNK_ROWS)):
+        while chunk := _chunk(rows):
             self._take(chunk)
             self.accounting.check()
             if time.monotonic() - saved > _SECONDS_BETWEEN_CHECKPOINTS:
@@ -214,7 +216,8 @@ class Preparation:
     def _take(self, chunk: Sequence[RawRow]) -> None:
         rows = self._answer([self._parse(raw) for raw in chunk])
         chats = [parsed.conversation for parsed in rows if isinstance(parsed, Chat)]
-        rendered = iter(render_conversations(self.template, chats, self.options.mask))
+        most = self.options.max_length if self.options.truncation == "right" else None
+        rendered = iter(render_conversations(self.template, chats, self.options.mask, most))
         for raw, parsed in zip(chunk, rows, strict=True):
             self.accounting.rows_in += 1
             result = self._render(parsed, rendered)
@@ -370,6 +373,16 @@ class Preparation:
             "duplicate_share": duplicates / counts["rows_in"],
             "heldout_prompts": len(self.heldout.hashes),
         }
+
+
+def _chunk(rows: Iterator[RawRow]) -> list[RawRow]:
+    """The next rows; none at the end."""
+    chunk: list[RawRow] = []
+    for row in rows:
+        chunk.append(row)
+        if len(chunk) == _CHUNK_ROWS or row.bytes_read - chunk[0].bytes_read > _CHUNK_BYTES:
+            break
+    return chunk
 
 
 def given_samples(

@@ -13,8 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +22,7 @@ from draftline.data.alignment import AnswerNotFound
 from draftline.data.conversations import Conversation, FormattedText, Message, TokenRow, Unusable
 from draftline.data.spans import Located, locate_answers, text_marks
 from draftline.data.template import ChatTemplate, Refused
+from draftline.data.tokens import Tokens
 from draftline.options import MaskOptions
 
 _BATCH = 64
@@ -51,9 +50,9 @@ class RenderedConversation:
 
 
 def render_conversations(
-    template: ChatTemplate, conversations: Sequence[Conversation], options: MaskOptions
+    template: ChatTemplate, conversations: Sequence[Conversation], options: MaskOptions, most: int | None = None
 ) -> list[RenderedConversation | Unusable]:
-    """Render many conversations.
+    """Render many conversations; of long ones only the beginning, with more tokens than `most`.
 
     The tokenizer, which needs no Python lock, works on one batch while the template renders the next.
     """
@@ -64,7 +63,7 @@ def render_conversations(
             batch = conversations[start : start + _BATCH]
             located = [_locate(template, conversation) for conversation in batch]
             texts = [item.text for item in located if not isinstance(item, Unusable)]
-            batches.append((batch, located, pool.submit(template.encode, texts)))
+            batches.append((batch, located, pool.submit(template.encode, texts, most)))
         for batch, located, tokenised in batches:
             encodings = iter(tokenised.result())
             results += [
@@ -95,13 +94,15 @@ def render_conversation(
 def _to_tokens(
     tokenizer: PreTrainedTokenizerBase,
     located: Located,
-    encoding: Any,
+    encoding: Tokens,
     messages: Sequence[Message],
     options: MaskOptions,
 ) -> RenderedConversation | Unusable:
-    ids = np.array(encoding.ids, dtype=np.int32)
+    ids = encoding.ids
     ranges = [(0, len(located.text))] if options.supervise == "all" else _supervised_ranges(located, messages, options)
     mask = token_mask(encoding.offsets, ranges) if options.supervise != "all" else np.ones(len(ids), dtype=bool)
+    if not mask.any() and not encoding.whole and any(start < end for start, end in ranges):
+        return Unusable("all_supervision_truncated")
     if located.unproven and not mask.any():
         return Unusable(located.unproven[0])
     ids, mask, kept = _with_generated(tokenizer, located, encoding, messages, mask)
@@ -111,7 +112,7 @@ def _to_tokens(
 def _with_generated(
     tokenizer: PreTrainedTokenizerBase,
     located: Located,
-    encoding: Any,
+    encoding: Tokens,
     messages: Sequence[Message],
     mask: NDArray[np.bool_],
 ) -> tuple[NDArray[np.int32], NDArray[np.bool_], list[str]]:
@@ -120,8 +121,9 @@ def _with_generated(
     What a tokenizer makes of the text of an answer is not always what the target generated, and templates space the
     JSON of calls in their own way. Ids that do not spell the answer as the template shows it stay out, and are named.
     """
-    ids, notes = np.array(encoding.ids, dtype=np.int32), []
-    spans = [span for span in located.spans if messages[span.turn].output_ids and len(span.pieces) == 1]
+    ids, notes = encoding.ids, list[str]()
+    known = len(located.text) if encoding.whole else int(encoding.offsets[-1, 1])
+    spans = [s for s in located.spans if messages[s.turn].output_ids and len(s.pieces) == 1 and s.end <= known]
     for span in reversed(spans):  # from the end, so that places before stay what they are
         own = np.flatnonzero(token_mask(encoding.offsets, [(span.start, span.end)]))
         if not len(own) or not mask[own].any():
@@ -180,13 +182,12 @@ def _supervised_ranges(located: Located, messages: Sequence[Message], options: M
     return ranges
 
 
-def token_mask(offsets: Sequence[tuple[int, int]], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
-    """[S] true on tokens wholly inside one of the character ranges.
+def token_mask(offsets: NDArray[np.int64], ranges: Sequence[tuple[int, int]]) -> NDArray[np.bool_]:
+    """[S] true on tokens wholly inside one of the character ranges; `offsets` is [S, 2].
 
     Some tokenizers leave a leading space out of a token's offsets; such a token begins where the one before ended.
     """
-    flat = np.fromiter(chain.from_iterable(offsets), dtype=np.int64, count=2 * len(offsets))
-    starts, ends = flat[::2].copy(), flat[1::2]
+    starts, ends = offsets[:, 0].copy(), offsets[:, 1]
     starts[1:] = np.minimum(starts[1:], np.maximum(ends[:-1], starts[:-1]))
     mask = np.zeros(len(offsets), dtype=bool)
     for start, end in ranges:
@@ -201,12 +202,11 @@ def render_text(template: ChatTemplate, row: FormattedText, options: MaskOptions
     text does not begin with it.
     """
     encoding = template.encode([row.text])[0]
-    ids = np.array(encoding.ids, dtype=np.int32)
-    offsets = list(encoding.offsets)
+    ids, offsets = encoding.ids, encoding.offsets
     automatic = template.tokenizer("")["input_ids"]
     bos = template.tokenizer.bos_token_id
     if bos is not None and bos in automatic and (not len(ids) or ids[0] != bos):
-        ids, offsets = np.concatenate([[bos], ids]).astype(np.int32), [(0, 0), *offsets]
+        ids, offsets = np.concatenate([[bos], ids]).astype(np.int32), np.concatenate([[[0, 0]], offsets])
     if options.supervise == "all":
         return RenderedConversation(row.text, ids, np.ones(len(ids), dtype=bool))
     ranges = _marked_ranges(template, row.text)

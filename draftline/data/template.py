@@ -21,6 +21,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftline.data.conversations import Conversation, Message, ReasoningField, hash_json
 from draftline.data.parts import split_reasoning, unclosed_reasoning
+from draftline.data.tokens import Tokens, tokenise_all
 from draftline.errors import TemplateError
 from draftline.options import TEMPLATE_ARGUMENTS
 
@@ -274,7 +275,7 @@ class ChatTemplate:
                 length = mark.start()
         if text[:length].endswith(">"):
             return length
-        ends = [0, *(end for _, end in self.encode([text])[0].offsets)]
+        ends = [0, *self.encode([text])[0].offsets[:, 1].tolist()]
         return ends[bisect.bisect_right(ends, length) - 1]
 
     def prompt_ids(self, conversation: Conversation) -> list[int]:
@@ -295,16 +296,17 @@ class ChatTemplate:
                 "load the fast tokenizer of this target (a tokenizer.json)"
             )
 
-    def encode(self, texts: Sequence[str]) -> list[Any]:
-        """Encodings of rendered texts, each with `ids` and `offsets`; no special token is added.
+    def encode(self, texts: Sequence[str], most: int | None = None) -> list[Tokens]:
+        """Tokens of rendered texts; no special token is added. Of a long text, no more are made than `most` asks for.
 
         The same call that `apply_chat_template(tokenize=True)` makes, so the ids are the template's own. Raises as
         `require_offsets`.
         """
-        if not texts:
-            return []
         self.require_offsets()
-        encodings = self.tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False).encodings
+        return tokenise_all(texts, self._tokenise, most)
+
+    def _tokenise(self, texts: list[str]) -> list[Any]:
+        encodings = self.tokenizer(texts, add_special_tokens=False, return_attention_mask=False).encodings
         assert encodings is not None, "a fast tokenizer returns encodings"
         return list(encodings)
 
