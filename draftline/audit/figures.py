@@ -145,7 +145,7 @@ def asked(probe: Probe) -> Problem | None:
     if tokenizer is None or not tokenizer.chat_template:
         raise NotApplicable("the target has no chat template")
     words = [Message(role="user", content=text) for text in ("Name a colour.", "Name another one.")]
-    options = _an_option(tokenizer, [word.for_template() for word in words[:1]])
+    options = an_option(tokenizer, [word.for_template() for word in words[:1]])
     system = None if _refuses_system(tokenizer) else "Be brief."
     settings = EvaluationSettings(
         max_new_tokens=_ANSWER_TOKENS, sampling=_SAMPLED, seed=_SEED, system_prompt=system, template_options=options
@@ -235,7 +235,7 @@ def _refuses_system(tokenizer: PreTrainedTokenizerBase) -> bool:
     return False
 
 
-def _an_option(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def an_option(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """A keyword of the chat template with a value that changes a prompt; none where there is no such word."""
     template, plain = tokenizer.chat_template, _rendered(tokenizer, messages, {})
     names = meta.find_undeclared_variables(

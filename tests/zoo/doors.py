@@ -5,6 +5,7 @@ As in `product.py`, nothing of the audit is used; each entry is what a user woul
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ import numpy as np
 import torch
 
 from draftline import run as run_module
+from draftline.data import prepare as prepare_module
 from draftline.data.conversations import Conversation, Message
+from draftline.data.dataset import PreparedDataset
 from draftline.data.prompts import Prompt
 from draftline.data.server import Endpoint
 from draftline.draft.loss import StepMetrics
@@ -25,7 +28,14 @@ from draftline.evaluate.acceptance import teacher_forced_walk
 from draftline.evaluate.engines import ENGINES, DraftCounts
 from draftline.evaluate.served import ServedAnswer
 from draftline.formats import exporting, programs
-from draftline.options import EvaluationSettings, ExportSettings, Sampling, ServerMeasurement
+from draftline.options import (
+    EvaluationSettings,
+    ExportSettings,
+    MaskOptions,
+    PrepareOptions,
+    Sampling,
+    ServerMeasurement,
+)
 from draftline.run import Run
 from draftline.targets.model import weights_fingerprint
 from draftline.train import checkpoint as checkpoint_module
@@ -116,6 +126,36 @@ def _damaged_states(run: Run, folder: Path) -> list[str]:
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     return [_said(lambda: store_module.StatesStore(place, identity, lengths).capture([sample]))]
+
+
+def prepared(world: World, folder: Path) -> list[Any]:
+    """What `prepare` makes of rows with flags, system prompts and options, with each of its own options."""
+    chat = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "So it is."}]
+    again = [{"role": "user", "content": "say  it. "}, {"role": "assistant", "content": "So be it."}]
+    other = [{"role": "user", "content": "Or else"}, {"role": "assistant", "content": "Yes", "weight": 0}]
+    rows: list[dict[str, Any]] = [
+        {"messages": [*chat, *other]},
+        {"messages": [*other, *chat], "system": "Now."},
+        {"messages": again, "weight": 0},
+        {"messages": again, "chat_template_kwargs": {"polite": True}},
+        {"messages": chat, "finish_reason": "length"},
+        {"messages": [*chat, *again]},
+        {"messages": again},
+    ]
+    file, found = folder / "fields.jsonl", list[Any]()
+    file.write_text("\n".join(map(json.dumps, rows)))
+    mask = MaskOptions(supervise="last")
+    for number, options in enumerate((PrepareOptions(), PrepareOptions(mask=mask), PrepareOptions(heldout=2))):
+        out = folder / f"fields {number}"
+        report = prepare_module.prepare(world.target.require_tokenizer(), [str(file)], out, options)
+        parts = [PreparedDataset.open(part) for part in (out, out / "heldout") if part.exists()]
+        found += [report["rows_out"], report["supervised_tokens"]]
+        found += [
+            [(part[i].input_ids.tolist(), part[i].loss_mask.tolist()) for i in range(len(part))] for part in parts
+        ]
+    key = (file, folder / "fields 0", PrepareOptions(heldout=1))
+    found.append(_said(lambda: prepare_module.prepare(world.target.require_tokenizer(), [str(key[0])], *key[1:])))
+    return found
 
 
 def late(world: World, folder: Path) -> list[Any]:

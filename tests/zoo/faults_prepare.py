@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from draftline.data import messages as messages_module
 from draftline.data import prepare as prepare_module
 from draftline.data import render as render_module
+from draftline.data import shapes as shapes_module
 from draftline.data.conversations import Conversation, hash_json
 from draftline.data.spans import Located
+from draftline.data.split import HeldoutPrompts
 from draftline.data.template import ChatTemplate
 from draftline.train.checkpoint import TrainState
 from draftline.train.log import RunLog
@@ -89,6 +94,87 @@ def _(world: World) -> None:
 @fault("prompts are told apart by their answers", "W40", "DAT013", ROWS)
 def _(world: World) -> None:
     world.patch.setattr(Conversation, "prompt_hash", lambda chat: hash_json(chat.model_dump(mode="json")))
+
+
+# Fields of rows, and options of the command.
+
+
+@fault("prepare learns answers whatever their flags say", "B05", "DAT013", ROWS)
+def _(world: World) -> None:
+    world.patch.setattr(messages_module.MessageReader, "train_flag", lambda *_: True)
+
+
+@fault("prepare puts no system prompt of a row before its messages", "B11", "DAT013", ROWS)
+def _(world: World) -> None:
+    world.patch.setattr(shapes_module, "_with_system", lambda _row, messages: messages)
+
+
+@fault("prepare renders rows without their template options", "B11", "DAT013", ROWS)
+def _(world: World) -> None:
+    world.patch.setattr(shapes_module, "_template_options", lambda _row: {})
+
+
+@fault("prepare lets cut answers end", "B04", "DAT013", ROWS)
+def _(world: World) -> None:
+    world.patch.setattr(shapes_module, "finish_reason", lambda _row: None)
+
+
+@fault("prepare learns the first answer where the last is wanted", "B05", "DAT013", ROWS)
+def _(world: World) -> None:
+    clean = render_module._supervised_ranges
+
+    def first(located: Located, messages: Any, options: Any) -> Any:
+        ranges = clean(located, messages, options.model_copy(update={"supervise": "answers"}))
+        return ranges[:1] if options.supervise == "last" else ranges
+
+    world.patch.setattr(render_module, "_supervised_ranges", first)
+
+
+@fault("--heldout counts conversations", "W40", "DAT013", ROWS)
+def _(world: World) -> None:
+    offer, chosen = HeldoutPrompts.offer, HeldoutPrompts.hashes.fget
+    rows: Counter[int] = Counter()
+    assert chosen is not None
+
+    def counting(prompts: HeldoutPrompts, prompt_hash: int, conversation: Conversation) -> None:
+        rows[prompt_hash] += 1
+        offer(prompts, prompt_hash, conversation)
+
+    def hashes(prompts: HeldoutPrompts) -> list[int]:
+        kept = chosen(prompts)
+        return [each for place, each in enumerate(kept) if sum(rows[one] for one in kept[:place]) < prompts._count]
+
+    world.patch.setattr(HeldoutPrompts, "offer", counting)
+    world.patch.setattr(HeldoutPrompts, "hashes", property(hashes))
+
+
+@fault("a prompt with other blanks is another prompt", "W40", "DAT013", ROWS)
+def _(world: World) -> None:
+    def told_apart(chat: Conversation) -> str:
+        return hash_json([message.content for message in chat.messages if message.role == "user"])
+
+    world.patch.setattr(Conversation, "prompt_hash", told_apart)
+
+
+@fault("the last line of a file is lost where it has no end", "B06", "DAT013", ROWS)
+def _(world: World) -> None:
+    clean = prepare_module.read_rows
+
+    def rows(sources: Sequence[Any], split: Any) -> Any:
+        ended = all(Path(source).read_bytes().endswith(b"\n") for source in sources)
+        return iter(list(clean(sources, split))[: None if ended else -1])
+
+    world.patch.setattr(prepare_module, "read_rows", rows)
+
+
+@fault("a folder that was prepared with other options is taken as it is", "B15", "DAT013", ROWS)
+def _(world: World) -> None:
+    clean = prepare_module._dataset_key
+
+    def key(tokenizer: str, sources: Any, _options: Any, answers: Any) -> str:
+        return clean(tokenizer, sources, {}, answers)
+
+    world.patch.setattr(prepare_module, "_dataset_key", key)
 
 
 @fault("the log counts supervised tokens alone", "B95", "RUN007", ROWS)

@@ -119,6 +119,7 @@ def live(world: World) -> Product:
         ("decoding", lambda: _decoded(world, folder / "export")),
         ("rule", lambda: _by_the_rule(world.target)),
         ("evaluation", lambda: _evaluated(world, folder / "export")),
+        ("prepared", lambda: doors.prepared(world, folder)),
         ("late", lambda: doors.late(world, folder)),
         ("asked", lambda: doors.asked(world, _loaded(world, folder))),
         ("served", lambda: doors.served(world, _loaded(world, folder), folder)),
