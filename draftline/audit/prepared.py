@@ -19,8 +19,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from draftline.audit.comparison import text_of
 from draftline.audit.figures import an_option
 from draftline.audit.probe import Probe
@@ -29,15 +27,20 @@ from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.data import prepare as prepare_module
 from draftline.data.dataset import HELDOUT_FOLDER, PROMPTS_FILE, PreparedDataset
+from draftline.data.template import TEMPLATE_FAULTS
 from draftline.errors import DataError, TemplateError
 from draftline.options import PrepareOptions
 
 _FIX = (
     "each field of a row as docs/guide/data.md says: the template's own tokens, answers and what ends them supervised"
 )
-_MARKS = 8
-"""Most tokens of the template that may be supervised with an answer: what ends it, or opens its reasoning."""
+_MARKS = 32
+"""Most tokens of the template that may be supervised with an answer: what ends it, or opens its reasoning, which some
+tokenizers write letter by letter."""
+_LONGEST = 1 << 16
+"""Some templates begin with thousands of words of their own."""
 _HELD_OUT = 2
+_SYSTEM = "Use few words."
 _AT_ONCE = 5
 """Rows that `prepare` takes at once here, so that a few rows have borders between them."""
 
@@ -57,6 +60,7 @@ class _Row:
         cut: its last answer has no end.
         exact: the template opens and ends its answers as those of plain rows.
         tokens: ids and mask, if those are given.
+        thought: what its last answer thinks.
         dropped: why it is not kept.
     """
 
@@ -66,6 +70,7 @@ class _Row:
     cut: bool = False
     exact: bool = True
     tokens: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    thought: str = ""
     dropped: str = ""
 
     @property
@@ -91,7 +96,7 @@ def prepared_as_said(probe: Probe) -> Problem | None:
         raise NotApplicable("the target has no chat template")
     data = probe.subject.data
     given = {} if data is None else dict(data.meta.get("template_options") or {})
-    plain = PrepareOptions(template_options=given, max_unreadable=1.0)
+    plain = PrepareOptions(template_options=given, max_unreadable=1.0, max_length=_LONGEST)
     whole, prepare_module._CHUNK_ROWS = prepare_module._CHUNK_ROWS, _AT_ONCE
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -113,11 +118,13 @@ class _Preparer:
         self._marks: dict[bool, tuple[int, int]] = {}
 
     def compare(self, plain: PrepareOptions) -> Problem | None:
-        rows = _rows(self._tokenizer, plain.template_options)
         try:
+            rows = _rows(self._tokenizer, plain.template_options)
             wrong = self._learn_marks(rows, plain)
         except (DataError, TemplateError) as error:
             raise NotApplicable(f"`prepare` refuses this template: {error}") from error
+        except TEMPLATE_FAULTS as error:
+            raise NotApplicable(f"this template does not show plain texts as they are: {error}") from error
         try:
             wrong = wrong or self._compared(rows, plain)
         except (DataError, TemplateError) as error:  # plain rows were taken, so these are to be
@@ -135,7 +142,7 @@ class _Preparer:
                     "mask": mask.model_copy(update={"supervise": "last"}),
                     "truncation": "left",
                     "max_length": length,
-                    "min_supervised": 5,
+                    "min_supervised": self._rendered(rows[-2], plain)[1].count(True) + 1,
                 }
             ),
             "--supervise all": plain.model_copy(
@@ -145,21 +152,35 @@ class _Preparer:
                 update={"mask": mask.model_copy(update={"reasoning": False}), "deduplicate": False}
             ),
         }
+        told = self._told(rows, plain)
+        if told is not None:
+            settings["--system-prompt, --template-option"] = told
         for name, options in settings.items():
-            wrong = self._unlike(name, rows, options)
+            loose = [replace(row, exact=False) for row in rows] if options is told else rows
+            wrong = self._unlike(name, loose, options)
             if wrong is not None:
                 return f"{name}: {wrong}"
         return self._wrong_sides(plain) or self._taken_for_done(rows, settings)
+
+    def _told(self, rows: Sequence[_Row], plain: PrepareOptions) -> PrepareOptions | None:
+        """A system prompt and options for rows without, as far as the template takes them."""
+        chat, more = rows[0].given["messages"], dict[str, Any]()
+        if _takes(self._tokenizer, [{"role": "system", "content": _SYSTEM}, *chat], plain.template_options):
+            more["system_prompt"] = f"{_SYSTEM} Or none."
+        option = an_option(self._tokenizer, chat[:1])
+        if option and _takes(self._tokenizer, chat, {**plain.template_options, **option}):
+            more["template_options"] = {**plain.template_options, **option}
+        return plain.model_copy(update=more) if more else None
 
     # What a row is to become.
 
     def _rendered(self, row: _Row, options: PrepareOptions) -> tuple[list[int], Masks]:
         """Ids of what the template renders, and what of it is supervised."""
+        if options.system_prompt is not None and row.turns[0][0] != "system":
+            row = replace(row, turns=(("system", options.system_prompt, False), *row.turns))
         said = [{"role": role, "content": text} for role, text, _ in row.turns]
-        thoughts = row.given.get("messages") if isinstance(row.given, dict) else None
-        for message, source in zip(said, thoughts or (), strict=False):
-            if "reasoning_content" in source:
-                message["reasoning_content"] = source["reasoning_content"]
+        if row.thought:
+            said[-1]["reasoning_content"] = row.thought
         text: str = self._tokenizer.apply_chat_template(
             said, tokenize=False, **{**options.template_options, **row.options}
         )
@@ -172,6 +193,8 @@ class _Preparer:
                 content = message.get(part, "").strip()
                 if not content:
                     continue
+                if content not in text[start:]:
+                    raise NotApplicable(f"this template shows {content!r} otherwise than it is given")
                 start = text.index(content, start)
                 end = start + len(content)
                 inside = [i for i, (a, b) in enumerate(offsets) if start <= a < b <= end]
@@ -381,7 +404,7 @@ def _unlike_rows(made: PreparedDataset, kept: Sequence[_Kept], source: str) -> s
         if off:
             return f"{what}: token {off[0]} is {'not ' * (not mask[off[0]])}supervised ({len(off)} are wrong)"
         beside = sum(found for found, wanted in zip(mask, one.mask, strict=True) if wanted is None)
-        if beside > _MARKS * sum(role == "assistant" for role, _, _ in one.row.turns):
+        if beside > _MARKS * (1 + bool(one.row.thought)) * sum(role == "assistant" for role, _, _ in one.row.turns):
             return f"{what}: {beside} supervised tokens belong to no answer"
         if made.origin(place) != (source, one.line) or int(made.rows["supervised"][place]) != sum(mask):
             return f"{what}: it passes for {made.origin(place)} with {made.rows['supervised'][place]} supervised tokens"
@@ -412,11 +435,8 @@ def _turns(said: str, answer: str) -> tuple[Turn, ...]:
 
 def _rows(tokenizer: Any, given: Mapping[str, Any]) -> list[_Row]:
     """One of each kind; the first two are plain."""
-    two, other = (
-        (("Name a colour.", "Blue is one:  the sky"), ("And a fruit?", "Plums.\n\nAlso figs")),
-        ("Say it", "No"),
-    )
-    one = _plain_row([("Say why.", "It is so")])
+    two = (("Name a colour.", "Blue is one:  the sky"), ("And a fruit?", "Plums.\n\nAlso figs"))
+    one, asks = _plain_row([("Say why.", "It is so")]), _plain_row([("Ask me", "This was told to all who came by")])
     user, cut = {"role": "user", "content": "More?"}, _plain_row([("Tell me all", "There was once a")])
     option = {} if given else an_option(tokenizer, [{"role": "user", "content": "a"}])
     ids = tuple(tokenizer("Count, and then go on from here")["input_ids"])[:12]
@@ -434,7 +454,7 @@ def _rows(tokenizer: Any, given: Mapping[str, Any]) -> list[_Row]:
         replace(_plain_row([("Leave it", "Left")], train=False), dropped="row_not_to_be_learned"),
         _plain_row([("Weigh it", "One kilo")], weight=2.0, id=8),
         replace(cut, given={**cut.given, "finish_reason": "length"}, cut=True),
-        _Row({"messages": [*one.given["messages"], user]}, (*one.turns, ("user", "More?", False)), exact=False),
+        _Row({"messages": [*asks.given["messages"], user]}, (*asks.turns, ("user", "More?", False)), exact=False),
         _Row({"prompt": "In a pair", "completion": "As well"}, _turns("In a pair", "As well")),
         _Row({"instruction": "Add", "input": "1 and 2", "output": "Three"}, _turns("Add\n\n1 and 2", "Three")),
         _Row({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]}, _turns("Hi", "Ho")),
@@ -442,27 +462,25 @@ def _rows(tokenizer: Any, given: Mapping[str, Any]) -> list[_Row]:
         _Row({"input_ids": ids[::-1], "labels": labels[::-1]}, tokens=(ids[::-1], half[::-1])),
         _Row("{not a row", dropped="not_json"),
         _Row({"messages": [user]}, dropped="no_assistant"),
-        _plain_row([other]),
     ]  # fmt: skip
-    system = "Use few words."
-    if _takes(tokenizer, [{"role": "system", "content": system}, *one.given["messages"]], given):
+    if _takes(tokenizer, [{"role": "system", "content": _SYSTEM}, *one.given["messages"]], given):
         for place, key in enumerate(("system", "messages")):
             row = _plain_row([(f"Be short {place}", "Yes")])
-            head = {"role": "system", "content": system}
-            more = {"system": system} if key == "system" else {"messages": [head, *row.given["messages"]]}
-            rows.append(replace(row, given={**row.given, **more}, turns=(("system", system, False), *row.turns)))
+            head = {"role": "system", "content": _SYSTEM}
+            more = {"system": _SYSTEM} if key == "system" else {"messages": [head, *row.given["messages"]]}
+            rows.append(replace(row, given={**row.given, **more}, turns=(("system", _SYSTEM, False), *row.turns)))
     if option and _takes(tokenizer, one.given["messages"], option):
-        row = _plain_row([("With an option", "Here it is")], chat_template_kwargs=option)
+        row = _plain_row([("With an option", "Here it is, and it has to be long")], chat_template_kwargs=option)
         rows.append(replace(row, options=option, exact=False))
-    thinking = _plain_row([("Think first", "Teal")], [{"reasoning_content": "Sea or sky"}])
+    thinking = _plain_row([("Think first", "Teal, and that has to be long")], [{"reasoning_content": "Sea or sky"}])
     if _takes(tokenizer, thinking.given["messages"], given, "Sea or sky"):
-        rows.append(replace(thinking, exact=False))
-    return [*rows, _plain_row([("The last one", "Has no end of line")])]
+        rows.append(replace(thinking, thought="Sea or sky", exact=False))
+    return [*rows, _plain_row([("Say it", "No")]), _plain_row([("The last one", "Has no end of line")])]
 
 
 def _takes(tokenizer: Any, messages: Sequence[Any], options: Mapping[str, Any], shown: str = "") -> bool:
     """Whether the template takes such messages, and shows a text of them."""
     try:
         return shown in str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
-    except (jinja2.TemplateError, TypeError, ValueError):
+    except TEMPLATE_FAULTS:
         return False
