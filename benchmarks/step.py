@@ -4,20 +4,26 @@
 
 Three in turn: our `row_loss` and its backward, speculators' forward and backward on the same row (its eager attention
 is what runs on a CPU), and a product of known size, from whose speed the time of the useful products follows. Each
-figure is the best of its rounds, so that a busy machine slows all. Memory is what the peak of a process rises by when
+figure is the best of its rounds. Memory is what the peak of a process rises by when
 it takes its first two steps, each program in a process of its own. One JSON line per case.
+
+Seconds are of processor time, so that with one thread other work on the machine matters little. Large pages are on for
+all three, as the command `draftline` sets them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 import torch
 from torch.nn import functional as F
@@ -210,10 +216,10 @@ def product_seconds(case: Case, flops: float) -> float:
     """Seconds that so many operations take here and now, from a product of this width."""
     left, right = torch.randn(1024, case.D), torch.randn(case.D, 4096)
     left @ right
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(6):
         left @ right
-    return flops * (time.perf_counter() - start) / (6 * 2 * 1024 * case.D * 4096)
+    return flops * (time.process_time() - start) / (6 * 2 * 1024 * case.D * 4096)
 
 
 def needed_labels(case: Case) -> int:
@@ -227,9 +233,9 @@ def needed_labels(case: Case) -> int:
 
 
 def elapsed(step: Callable[[], None]) -> float:
-    start = time.perf_counter()
+    start = time.process_time()
     step()
-    return time.perf_counter() - start
+    return time.process_time() - start
 
 
 def peak_gigabytes() -> float:

@@ -43,6 +43,11 @@ class Flag:
     name: str | None
 
 
+TABLE_BYTES = 512 * 2**20
+"""Most that one table of logits takes, [slots, rows of the head] in float32. Larger is no faster: on a CPU each product
+reads and packs the whole head, so that chunks of 56 slots took 1.3 times as long as one of 448."""
+
+
 class Settings(BaseModel):
     """A record of settings: frozen, unknown keys refused, what a setting means in the docstring below it."""
 
@@ -109,6 +114,11 @@ class DrafterConfig(Settings):
     """How many of the first drafter layers use the sliding window."""
 
 
+def slots_per_chunk(rows: int) -> int:
+    """Slots or positions whose logits are made at a time where nobody says otherwise, for a head with so many rows."""
+    return max(1, TABLE_BYTES // (4 * rows))
+
+
 class LossConfig(Settings):
     """What the drafter is taught, and how slots are weighted."""
 
@@ -130,8 +140,8 @@ class LossConfig(Settings):
     """D-PACE takes (1 - alpha) q + alpha for the drafter's probability q of a label; at 1 it does not look at q."""
     denominator: Literal["slots", "weights"] = "slots"
     """The summed loss of an optimiser step is divided by its supervised slots, or by their summed weights."""
-    chunk_size: int = Field(2048, ge=1)
-    """Slots whose logits exist at the same time; a block is never cut."""
+    chunk_size: int | None = Field(None, ge=1)
+    """Slots whose logits exist at the same time; a block is never cut. None: as many as 512 MB hold, in even shares."""
 
     @model_validator(mode="after")
     def _check(self) -> LossConfig:

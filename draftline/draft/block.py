@@ -33,16 +33,20 @@ class Head(Protocol):
     """
 
     @property
+    def rows(self) -> int:
+        """How many tokens it can say."""
+
+    @property
     def whole(self) -> Head:
         """The target's own, with all rows."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [..., rows] of states that are already normed, scaled and soft-capped as the target does."""
 
-    def target_ids(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
+    def target_ids(self, last_hidden: Tensor, chunk_size: int | None) -> Tensor:
         """The target's own greedy next tokens [...] of raw last-layer states [..., D], whatever rows there are."""
 
-    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int) -> Tensor:
+    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int | None) -> Tensor:
         """Row of the best token that there is a row for, [...]: what a slot is taught where the target says an id."""
 
     def __call__(self, last_hidden: Tensor) -> Tensor:

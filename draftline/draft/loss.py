@@ -61,52 +61,52 @@ def slot_loss_sum(
 
     The sum is not divided: the divisor is known only when all micro-batches and ranks of a step are counted.
 
-    The gradient of the logits is written out, for hard cross entropy weight * (softmax - one-hot), in the buffer that
-    held the exponentials: autograd would allocate three more tables of the same size. Through `logits_of` autograd does
-    the work. Weights that depend on what the drafter says are constants of that gradient.
+    The gradient of the logits is written out, for hard cross entropy softmax - one-hot, in the buffer that holds the
+    probabilities: autograd would allocate three more tables of the same size. Through `logits_of` autograd does the
+    work. Weights that depend on what the drafter says are constants of that gradient.
 
     Args:
         hidden_nD: [n, D] drafter outputs after its `norm`, supervised slots only.
         logits_of: the target's head with its scaling and soft cap, [m, D] -> [m, V]; it gets no gradient.
-        loss: settings.
+        loss: settings; without `chunk_size` all slots are one chunk.
     """
     wants_gradient = torch.is_grad_enabled() and hidden_nD.requires_grad
     gradient_nD = torch.zeros_like(hidden_nD)
     predicted_n = torch.empty_like(slots.labels_n)
     wide = torch.promote_types(hidden_nD.dtype, torch.float32)
     loss_sum, weight_sum, lost_mass = (hidden_nD.new_zeros((), dtype=wide) for _ in range(3))
-    for chunk in _whole_blocks(slots.block_n, loss.chunk_size):
+    for chunk in _whole_blocks(slots.block_n, loss.chunk_size or len(hidden_nD)):
         leaf_mD = hidden_nD[chunk].detach().requires_grad_(wants_gradient)
         logits_mV = logits_of(leaf_mD)
         labels_m1 = slots.labels_n[chunk, None]
         scores_mV = logits_mV.detach().to(torch.promote_types(logits_mV.dtype, torch.float32))
         top_m1, predicted_m1 = scores_mV.max(dim=-1, keepdim=True)
         predicted_n[chunk] = predicted_m1[:, 0]
-        table_mV = (scores_mV - top_m1).exp_()
-        normaliser_m1 = table_mV.sum(dim=-1, keepdim=True)
-        total_m1 = normaliser_m1.log() + top_m1
+        said_mV = scores_mV.softmax(dim=-1)
+        total_m1 = top_m1 - said_mV.gather(1, predicted_m1).log()  # the likeliest has 1 / V at least
         nats_m1 = total_m1 - scores_mV.gather(1, labels_m1)
-        weights_m1 = slots.weights_n[chunk, None].to(table_mV.dtype)
+        weights_m1 = slots.weights_n[chunk, None].to(said_mV.dtype)
         if loss.weights == "dpace":
             weights_m1 = dpace_weights(nats_m1[:, 0].neg().exp(), slots.block_n[chunk], loss.dpace_alpha)[:, None]
         weight_sum += weights_m1.sum()
         if not loss.teaches_distribution:
-            loss_sum += (nats_m1 * weights_m1).sum()
-            table_mV.mul_(weights_m1 / normaliser_m1).scatter_add_(1, labels_m1, -weights_m1)
+            distance_m1 = nats_m1
+            slopes_mV = said_mV.scatter_add_(1, labels_m1, said_mV.new_full(labels_m1.shape, -1.0))
         else:
-            teacher_mV, lost_m1 = _distribution(slots.teacher(chunk).detach(), loss.top_k, table_mV.dtype)
+            teacher_mV, lost_m1 = _distribution(slots.teacher(chunk).detach(), loss.top_k, said_mV.dtype)
             lost_mass += lost_m1.sum()
-            table_mV.div_(normaliser_m1)
             distance_m1 = loss.ce * nats_m1
             if loss.kl:
                 far_m1 = total_m1 - (teacher_mV * scores_mV).sum(1, keepdim=True)
                 distance_m1 += loss.kl * (far_m1 - torch.special.entr(teacher_mV).sum(1, keepdim=True))
             if loss.tv:
-                distance_m1 += loss.tv * (1.0 - torch.minimum(table_mV, teacher_mV).sum(1, keepdim=True))
-            loss_sum += (distance_m1 * weights_m1).sum()
-            table_mV = _slopes(table_mV, teacher_mV, labels_m1, loss).mul_(weights_m1)
+                distance_m1 += loss.tv * (1.0 - torch.minimum(said_mV, teacher_mV).sum(1, keepdim=True))
+            slopes_mV = _slopes(said_mV, teacher_mV, labels_m1, loss)
+        loss_sum += (distance_m1 * weights_m1).sum()
         if wants_gradient:
-            (gradient_nD[chunk],) = torch.autograd.grad(logits_mV, leaf_mD, table_mV.to(logits_mV.dtype))
+            # of a slot all is linear in its slopes: its weight is cheaper on D numbers than on V
+            (slope_mD,) = torch.autograd.grad(logits_mV, leaf_mD, slopes_mV.to(logits_mV.dtype))
+            gradient_nD[chunk] = slope_mD * weights_m1.to(slope_mD.dtype)
     return SlotResults(_KnownGradient.apply(hidden_nD, loss_sum, gradient_nD), weight_sum, predicted_n, lost_mass)
 
 

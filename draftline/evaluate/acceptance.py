@@ -34,11 +34,13 @@ from torch import Tensor
 from draftline.draft.block import Blocks, FrozenTarget, drafted_states, greedy_tokens, slot_labels
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import CapturedSample, Sample
-from draftline.targets.head import CHUNK_SIZE
 from draftline.targets.loop import BATCH_TOKENS, TargetForwardLoop
 from draftline.targets.model import Target
 
 Interval = tuple[float, float]
+
+CHUNK_SIZE = 2048
+"""Slots that the walk drafts at the same time."""
 
 _ANSWERS_AT_ONCE = 16
 """Answers whose captured states exist at the same time in the walk."""

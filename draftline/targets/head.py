@@ -20,11 +20,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from draftline.config import LossConfig
+from draftline.config import slots_per_chunk
 from draftline.errors import TargetError
-
-CHUNK_SIZE = LossConfig().chunk_size
-"""Positions whose logits exist at a time where nobody says otherwise."""
 
 PROBE_SHAPE = (2, 6)
 """Rows and tokens of the forward on which head and embedding are checked."""
@@ -152,6 +149,11 @@ class TargetHead(nn.Module):
         return logits
 
     @property
+    def rows(self) -> int:
+        """How many tokens it can say: the size of its logits."""
+        return int(self.lm_head.get_parameter("weight").shape[0])
+
+    @property
     def whole(self) -> TargetHead:
         """The target's own head: this one."""
         return self
@@ -171,7 +173,7 @@ class TargetHead(nn.Module):
         """Token of each row of the head: the row itself."""
         return rows
 
-    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = CHUNK_SIZE) -> Tensor:
+    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int | None = None) -> Tensor:
         """Row of the best token that there is a row for, where the target says `target_ids`: the ids themselves."""
         del last_hidden, chunk_size
         return target_ids
@@ -186,18 +188,18 @@ class TargetHead(nn.Module):
         return self.logits(self.norm.forward(last_hidden))
 
     @torch.no_grad()
-    def target_ids(self, last_hidden: Tensor, chunk_size: int = CHUNK_SIZE) -> Tensor:
+    def target_ids(self, last_hidden: Tensor, chunk_size: int | None = None) -> Tensor:
         """The target's greedy next token at each position: [..., D] -> [...] int64.
 
-        Logits of `chunk_size` positions exist at a time.
+        Logits of `chunk_size` positions exist at a time, or of as many as `slots_per_chunk` allows.
         """
         return self.whole.best_rows(last_hidden, chunk_size)
 
     @torch.no_grad()
-    def best_rows(self, last_hidden: Tensor, chunk_size: int) -> Tensor:
+    def best_rows(self, last_hidden: Tensor, chunk_size: int | None) -> Tensor:
         """Row with the largest logit at each position: [..., D] -> [...] int64."""
         states = last_hidden.reshape(-1, last_hidden.shape[-1])
-        rows = [self(chunk).argmax(-1) for chunk in states.split(chunk_size)]
+        rows = [self(chunk).argmax(-1) for chunk in states.split(chunk_size or slots_per_chunk(self.rows))]
         return torch.cat(rows).reshape(last_hidden.shape[:-1]) if rows else states.new_empty(0, dtype=torch.int64)
 
 
@@ -234,7 +236,7 @@ class ReducedHead(TargetHead):
         """The target's own head, with all rows."""
         return self._whole
 
-    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int = CHUNK_SIZE) -> Tensor:
+    def label_rows(self, target_ids: Tensor, last_hidden: Tensor | None, chunk_size: int | None = None) -> Tensor:
         """What the target would say if it had only these tokens, by row: [..., D] -> [...] int64."""
         del target_ids
         assert last_hidden is not None, "a reduced vocabulary is trained with send = last_hidden"

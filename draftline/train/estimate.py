@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from draftline.config import DFlashConfig, RunConfig
+from draftline.config import DFlashConfig, RunConfig, slots_per_chunk
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import StorageError
 from draftline.train.run_folder import RunFolder
@@ -67,12 +67,13 @@ def estimate_run(config: RunConfig, drafter: DFlashConfig, state_bytes: int, lon
     with torch.device("meta"):
         parameters = sum(p.numel() for p in DFlashDraftModel(drafter).parameters())
     tables = _LOGITS_COPIES + (_TEACHER_COPIES if config.loss.teaches_distribution else 0)
+    slots = config.loss.chunk_size or slots_per_chunk(drafter.head_rows)
     tokens = max(config.train.tokens_per_row, longest) * config.train.rows_per_step
     return RunEstimate(
         parameters=parameters,
         drafter_bytes=parameters * _WEIGHT_BYTES * _STEP_COPIES,
         row_bytes=tokens * len(drafter.target_layer_ids) * drafter.hidden_size * state_bytes,
-        logits_bytes=tables * config.loss.chunk_size * drafter.head_rows * _WEIGHT_BYTES,
+        logits_bytes=tables * slots * drafter.head_rows * _WEIGHT_BYTES,
         queue_bytes=config.pipeline.queue_bytes if config.pipeline.mode == "threads" else 0,
         checkpoint_bytes=parameters * _WEIGHT_BYTES * _CHECKPOINT_COPIES,
         checkpoints=config.train.keep_last + 2,

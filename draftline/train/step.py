@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from draftline.config import DFlashConfig, LossConfig, RunConfig, decay_gamma
+from draftline.config import DFlashConfig, LossConfig, RunConfig, decay_gamma, slots_per_chunk
 from draftline.draft.attention import Attention, attention_class
 from draftline.draft.block import Blocks, FrozenTarget, Head, drafted_states, draw_anchors, slot_labels, slot_weights
 from draftline.draft.loss import StepMetrics, TaughtSlots, slot_loss_sum
@@ -238,6 +238,7 @@ def row_loss(
     Under `torch.no_grad()` this is the evaluation of a held-out row.
     """
     config, head = draft_model.config, frozen.head
+    loss = loss.model_copy(update={"chunk_size": loss.chunk_size or slots_per_chunk(head.rows)})
     tokens = batch.input_ids.numel()
     blocks = Blocks.of_row(batch, anchor_positions_A, config)
     supervised_AP = blocks.supervised_AP

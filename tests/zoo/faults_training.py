@@ -257,7 +257,7 @@ def _(world: World) -> None:
     clean = step_module.slot_loss_sum
 
     def results(hidden: Tensor, slots: TaughtSlots, logits_of: Any, loss: LossConfig) -> Any:
-        chunk = loss.chunk_size
+        chunk = loss.chunk_size or len(hidden)
         count = len(hidden) // chunk * chunk if len(hidden) > chunk else len(hidden)
         weights = slots.weights_n * (torch.arange(len(hidden)) < count)
         return clean(hidden, replace(slots, weights_n=weights), logits_of, loss)
@@ -271,7 +271,8 @@ def _(world: World) -> None:
 
     def results(hidden: Tensor, slots: TaughtSlots, logits_of: Any, loss: LossConfig) -> Any:
         labels = slots.labels_n
-        first = labels[: loss.chunk_size].repeat(-(-len(labels) // loss.chunk_size))[: len(labels)]
+        chunk = loss.chunk_size or len(labels)
+        first = labels[:chunk].repeat(-(-len(labels) // chunk))[: len(labels)]
         return clean(hidden, replace(slots, labels_n=first), logits_of, loss)
 
     world.patch.setattr(step_module, "slot_loss_sum", results)
