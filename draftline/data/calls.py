@@ -9,15 +9,46 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from draftline.data.conversations import Conversation, FunctionCall, ToolCall
 from draftline.data.messages import BadRow, parse_calls
-from draftline.data.template import ChatTemplate, Refused, shared_start
+from draftline.data.template import MARK, ChatTemplate, Refused, shared_start
 
 _QUESTION, _TEXT, _THOUGHT, _NAME, _OTHER, _ID = "qzASKzq", "qzTEXTzq", "qzWHYzq", "qzNAMEzq", "qzOTHERzq", "qzid00000"
 _ARGUMENTS = {"qzkeya": "qzvala", "qzkeyb": "qzvalb"}
+_KEY, _NEXT = _ARGUMENTS
+_VALUES: tuple[Any, ...] = ("qzvala", 7431007, True, None, ["qzlist"], {"qzinner": "qzvalue"})
+"""One of each kind; where a template writes them alike, the tool's schema says what is text."""
+_KEYS = re.compile(r"[\w.$-]+")
+
+
+@dataclass(frozen=True)
+class _Parameter:
+    """How a template writes an argument of some kinds of values, each by itself.
+
+    Attributes:
+        inside: the text between its key and its value.
+        further: behind the value, up to the key of a further argument.
+        between: behind the value, up to the name of a further call.
+        closing: behind the value, at the end of all.
+        kind: `text` or `json`; None where both are written alike.
+    """
+
+    inside: str
+    further: str
+    between: str
+    closing: str
+    kind: str | None = None
+
+    def behind(self, own: Callable[[str], str]) -> re.Pattern[str]:
+        """What ends the value; `own` puts the call's own name and key in. The stop token is not in the text."""
+        ends = [rf"(?P<further>{_flexible(own(self.further))})(?=[\w.$-])"]
+        ends += [rf"(?P<between>{_flexible(own(self.between))})"] if self.between.strip() else []
+        ends.append(_closed(own(self.closing)))
+        return re.compile("|".join(ends))
 
 
 @dataclass(frozen=True)
@@ -25,7 +56,8 @@ class _CallFormat:
     """How a template writes calls: the texts before the name, before the arguments, between calls, and behind all.
 
     Attributes:
-        parameter: texts before, inside and behind an argument, where each is written by itself; None for JSON.
+        parameters: how arguments are written by themselves, by the kind of their values; none for JSON.
+        bare: texts behind the name of a call without arguments: before a further call, and at the end.
         python: arguments are written as those of a Python call.
     """
 
@@ -33,7 +65,8 @@ class _CallFormat:
     middle: str
     between: str
     closing: str
-    parameter: tuple[str, str] | None = None
+    parameters: tuple[_Parameter, ...] = ()
+    bare: tuple[str, str] = ("", "")
     python: bool = False
 
 
@@ -63,13 +96,19 @@ class AnswerFormat:
     def read_calls(self, text: str) -> tuple[str, tuple[ToolCall, ...]] | None:
         """The text before the calls, and the calls; None if there are none, or one of them does not fit."""
         form = self.calls
-        opened = re.search(_flexible(form.opening), text) if form is not None and form.opening.strip() else None
-        if form is None or opened is None:
+        if form is None:
             return None
+        opening = _flexible(form.opening)
+        opened = re.search(opening, text) if form.opening.strip() else re.match(r"\s*", text)
+        if opened is None:
+            return None
+        read = self._python if form.python else self._by_parameters if form.parameters else self._calls
         try:
-            calls, rest = (self._python if form.python else self._calls)(form, text, opened.end())
+            calls, rest = read(form, text, opened.end())
         except (ValueError, BadRow, RecursionError):
             return None
+        if form.parameters:
+            return text[: opened.start()].removesuffix(self.filler).strip(), tuple(calls)
         closing, left = "" if form.python else form.closing, "".join(rest.split())
         whole = re.fullmatch(_flexible(closing) + r"\s*", rest) or "".join(closing.split()).startswith(left)
         if not whole or any(call.function.name not in self.tools for call in calls):
@@ -91,18 +130,15 @@ class AnswerFormat:
         """Calls from a place on, and what follows them; raises `ValueError` where the text does not fit."""
         calls = []
         while True:
-            ahead = r"(?=\s*\{)" if form.parameter is None else ""
-            middle = re.compile(rf"\s*(?P<name>[\w.:/-]+?)(?P<middle>{_flexible(form.middle)}){ahead}").match(text, at)
+            literal = _flexible(form.middle, named=True)
+            middle = re.compile(rf"\s*(?P<name>[\w.:/-]+?){literal}(?=\s*\{{)").match(text, at)
             if middle is None:
                 raise ValueError("no call")
             name = middle.group("name")
-            if form.parameter is None:
-                begin = len(text) - len(text[middle.end() :].lstrip())
-                arguments, at = json.JSONDecoder().raw_decode(text, begin)
-                if not isinstance(arguments, dict):
-                    raise ValueError("no object")
-            else:
-                arguments, at = self._parameters(form, name, text, middle.start("middle"))
+            begin = len(text) - len(text[middle.end() :].lstrip())
+            arguments, at = json.JSONDecoder().raw_decode(text, begin)
+            if not isinstance(arguments, dict):
+                raise ValueError("no object")
             named = middle.groupdict().get("id")
             calls.append(ToolCall(id=named, function=FunctionCall(name=name, arguments=arguments)))
             following = re.compile(_flexible(form.between)).match(text, at) if form.between.strip() else None
@@ -110,34 +146,73 @@ class AnswerFormat:
                 return calls, text[at:]
             at = following.end()
 
-    def _parameters(self, form: _CallFormat, name: str, text: str, at: int) -> tuple[dict[str, Any], int]:
-        """Arguments that are written one by one, as their schema types them, and the place behind the last value."""
-        assert form.parameter is not None
-        schema = self.tools.get(name, {}).get("properties", {})
-        inside, behind = form.parameter
-        before = f"(?:{_flexible(form.middle)}|{_flexible(behind)})"
-        value = rf"(?P<value>.*?)(?={_flexible(behind, half=True)})"
-        pattern = re.compile(rf"(?s){before}(?P<key>\w+){_flexible(inside)}{value}")
+    def _by_parameters(self, form: _CallFormat, text: str, at: int) -> tuple[list[ToolCall], str]:
+        """Calls whose arguments are written one by one; raises `ValueError` where the text does not fit."""
+        calls = list[ToolCall]()
+        more = True
+        while more:
+            at += len(text[at:]) - len(text[at:].lstrip())
+            name = next((n for n in sorted(self.tools, key=len, reverse=True) if text.startswith(n, at)), None)
+            if name is None:
+                raise ValueError("no tool")
+            arguments, at, more = self._arguments(form, name, text, at + len(name))
+            calls.append(ToolCall(function=FunctionCall(name=name, arguments=arguments)))
+        return calls, ""
+
+    def _arguments(self, form: _CallFormat, name: str, text: str, at: int) -> tuple[dict[str, Any], int, bool]:
+        """The arguments behind a name, the place behind the call, and whether another follows."""
         arguments: dict[str, Any] = {}
-        while found := pattern.match(text, at):
-            key, said = found.group("key"), found.group("value")
-            kind = schema.get(key, {}).get("type") if isinstance(schema.get(key), dict) else None
-            try:
-                arguments[key] = said if kind == "string" else json.loads(said)
-            except ValueError:
-                arguments[key] = said
-            at = found.end()
-        return arguments, at
+        head = re.compile(_flexible(form.middle.replace(_NAME, name)) + r"(?=[\w.$-])").match(text, at)
+        if head is None:
+            between, closing = (literal.replace(_NAME, name) for literal in form.bare)
+            further = re.compile(_flexible(between)).match(text, at) if between.strip() else None
+            if further is None and not re.compile(_closed(closing)).match(text, at):
+                raise ValueError("no arguments")
+            return {}, further.end() if further else len(text), further is not None
+        at, more = head.end(), None
+        while more is None:
+            found = _KEYS.match(text, at)
+            if found is None:
+                raise ValueError("no key")
+            arguments[found.group()], at, more = self._value(form, name, found.group(), text, found.end())
+        return arguments, at, more
+
+    def _value(self, form: _CallFormat, name: str, key: str, text: str, at: int) -> tuple[Any, int, bool | None]:
+        """A value behind its key, the place behind it, and whether another call follows; None: another argument."""
+
+        def own(literal: str) -> str:
+            return literal.replace(_NAME, name).replace(_KEY, key)
+
+        schema = self.tools[name].get("properties", {}).get(key)
+        said_kind = schema.get("type") if isinstance(schema, dict) else None
+        for form_of in form.parameters:
+            begin = re.compile(_flexible(own(form_of.inside))).match(text, at)
+            for end in form_of.behind(own).finditer(text, begin.end()) if begin is not None else ():
+                said = text[begin.end() : end.start()]  # type: ignore[union-attr]
+                try:
+                    value = said if form_of.kind == "text" or said_kind == "string" else json.loads(said)
+                except ValueError:
+                    if form_of.kind == "json":
+                        continue
+                    value = said
+                groups = end.groupdict()
+                return value, end.end(), None if groups["further"] is not None else groups.get("between") is not None
+        raise ValueError("no value")
 
 
-def _flexible(literal: str, *, half: bool = False) -> str:
-    """A pattern of markup in which white space, numbers and ids may be others; `half` takes its first mark alone."""
-    if half:
-        literal = re.match(r"\s*(<[^<>]*>|\S+)?", literal).group()  # type: ignore[union-attr]
+def _closed(closing: str) -> str:
+    """A pattern of what ends all calls and the text, perhaps without its last marks: one of them is the stop token."""
+    cuts = [mark.start() for mark in MARK.finditer(closing)][-2:]
+    shorter = [closing[:cut] for cut in reversed(cuts) if closing[:cut].strip()]
+    return rf"(?:{'|'.join(map(_flexible, [closing, *shorter]))})\s*\Z"
+
+
+def _flexible(literal: str, *, named: bool = False) -> str:
+    """A pattern of markup in which white space, numbers and ids may be others; the first id is a group if `named`."""
     pieces: list[str] = []
     for number, known in enumerate(literal.split(_ID)):
         if number:
-            pieces.append(r"(?P<id>[\w-]+)" if number == 1 and not half else r"[\w-]+")
+            pieces.append(r"(?P<id>[\w-]+)" if number == 1 and named else r"[\w-]+")
         for piece in re.findall(r"\s+|\d+|[{}\[\]:,]|[^\s\d{}\[\]:,]+", known):
             if piece.isspace():
                 pieces.append(r"\s*")
@@ -178,40 +253,71 @@ def _learn(template: ChatTemplate, conversation: Conversation) -> AnswerFormat:
     if _THOUGHT in reasoned and _TEXT in reasoned.partition(_THOUGHT)[2]:
         before, _, after = reasoned.partition(_THOUGHT)
         thought = (before, after.partition(_TEXT)[0])
-    one, two = (written(tool_calls=[_call(name) for name in names]) for names in ((_NAME,), (_NAME, _OTHER)))
     ending = plain.partition(_TEXT)[2] if _TEXT in plain else ""
-    return AnswerFormat(filler, thought, _call_format(one, two, filler, ending))
+
+    def calls(*arguments: dict[str, Any]) -> str:
+        """One call, or two, with these arguments; without what ends any answer."""
+        pairs = zip((_NAME, _OTHER), arguments, strict=False)
+        return written(tool_calls=[_call(name, each) for name, each in pairs]).removesuffix(ending)
+
+    form = _call_format(calls(_ARGUMENTS), calls(_ARGUMENTS, _ARGUMENTS), filler) or _by_parameters(calls, filler)
+    return AnswerFormat(filler, thought, form)
 
 
-def _call(name: str) -> dict[str, Any]:
-    return {"id": _ID, "type": "function", "function": {"name": name, "arguments": _ARGUMENTS}}
+def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"id": _ID, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _call_format(one: str, two: str, filler: str, ending: str) -> _CallFormat | None:
-    """The format of calls, from how one and two of them are written; None where it is not one that is read."""
+def _call_format(one: str, two: str, filler: str) -> _CallFormat | None:
+    """The format of calls with JSON or in Python, from how one and two of them are written; None if it is neither."""
     opening, found, rest = one.partition(_NAME)
     keys, values = list(_ARGUMENTS), list(_ARGUMENTS.values())
     if not found or any(rest.count(each) != 1 for each in (*keys, *values)):
         return None
     place = rest.index(keys[0])
     python = rest[:place].endswith("(") and rest[place + len(keys[0])] == "="
-    parameter = None
-    if rest[place - 1] == '"':
+    if python:
+        middle, end = rest[:place], rest.index(values[1]) + len(values[1])
+    else:
         begin = rest.rfind("{", 0, place)
         try:
-            arguments, end = json.JSONDecoder().raw_decode(rest, begin)
+            arguments, end = json.JSONDecoder().raw_decode(rest, begin) if begin >= 0 else (None, 0)
         except ValueError:
             return None
         if arguments != _ARGUMENTS:
             return None
         middle = rest[:begin]
-    else:
-        first, second = (rest.index(value) for value in values)
-        middle, end = rest[:place], second + len(values[1])
-        parameter = (rest[place + len(keys[0]) : first], rest[first + len(values[0]) : rest.index(keys[1])])
     between = ""
     if _OTHER in two:
-        behind = two.partition(_OTHER)[0].partition(_NAME)[2]
-        between = behind[end:]
-    closing = rest[end:].removesuffix(ending)
-    return _CallFormat(opening.removeprefix(filler), middle, between, closing, parameter, python)
+        between = two.partition(_OTHER)[0].partition(_NAME)[2][end:]
+    return _CallFormat(opening.removeprefix(filler), middle, between, rest[end:], python=python)
+
+
+def _by_parameters(calls: Callable[..., str], filler: str) -> _CallFormat | None:
+    """The format of calls whose arguments are written one by one, from how `calls` with each kind of value are."""
+    found: dict[str, tuple[_Parameter, set[str]]] = {}
+    opening, named, behind = calls({_KEY: _VALUES[0]}).partition(_NAME)
+    middle, keyed, _ = behind.partition(_KEY)
+    if not named or not keyed:
+        return None
+    for value in _VALUES:
+        alone, further, two = (
+            calls(*each).partition(_NAME)[2].removeprefix(middle).removeprefix(_KEY)
+            for each in (({_KEY: value},), ({_KEY: value, _NEXT: "qzvalb"},), ({_KEY: value}, {_KEY: value}))
+        )
+        forms = [json.dumps(value), json.dumps(value, separators=(",", ":"))] if value != _VALUES[0] else [value]
+        shown = next((form for form in forms if form in alone), None)
+        if shown is None or _NEXT not in further:
+            continue  # written in a way of the template's own
+        inside, _, closing = alone.partition(shown)
+        between = two.removeprefix(inside + shown).partition(_OTHER)[0] if _OTHER in two else ""
+        parameter = _Parameter(inside, further.removeprefix(inside + shown).partition(_NEXT)[0], between, closing)
+        found.setdefault(inside, (parameter, set()))[1].add("text" if value == _VALUES[0] else "json")
+    parameters = [replace(each, kind=kinds.pop() if len(kinds) == 1 else None) for each, kinds in found.values()]
+    parameters.sort(key=lambda each: -len(each.inside))  # a longer one may begin as a shorter one does
+    bare, pair = calls({}).partition(_NAME)[2], calls({}, {}).partition(_NAME)[2].partition(_OTHER)
+    if not parameters:
+        return None
+    return _CallFormat(
+        opening.removeprefix(filler), middle, "", "", tuple(parameters), (pair[0] if pair[1] else "", bare)
+    )
