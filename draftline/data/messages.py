@@ -26,6 +26,8 @@ _ROLES = {
     "tool_result": "tool", "environment": "tool",
     "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
+_EXCHANGES = (("input", "output"), ("human", "assistant"), ("user", "assistant"), ("prompt", "response"))
+"""Fields of a question and its answer that stand in one entry of a list of messages."""
 _CALL_ROLES = frozenset({"function_call", "tool_call"})
 _IMAGE_PARTS = frozenset({"image", "image_url", "input_image"})
 _TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -79,6 +81,11 @@ class MessageReader:
             raise BadRow("message_not_an_object")
         fields = present(value)
         said = first_of(fields, ("role", "from", "speaker"))
+        pair = next((keys for keys in _EXCHANGES if said is None and fields.keys() >= set(keys)), ())
+        if pair:
+            self.unread |= {f"messages.{key}" for key in fields.keys() - set(pair)}
+            roles = zip(("user", "assistant"), pair, strict=True)
+            return [self.message(role, fields[key]) for role, key in roles]
         if not isinstance(said, str):
             raise BadRow("message_without_role")
         said = said.strip().lower()

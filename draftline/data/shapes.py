@@ -8,6 +8,7 @@ carry ids, scores and sources) and named, because one of them may be what was me
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -34,7 +35,20 @@ from draftline.options import TEMPLATE_ARGUMENTS
 
 _CHAT_KEYS = ("messages", "conversations", "conversation", "dialogue", "dialog", "chat", "items")
 _PAIRS = (
-    ("prompt", ("completion", "response", "chosen", "output", "generation", "answer", "responses", "completions")),
+    (
+        "prompt",
+        (
+            "completion",
+            "response",
+            "chosen",
+            "output",
+            "generation",
+            "answer",
+            "responses",
+            "completions",
+            "llm_response",
+        ),
+    ),
     ("question", ("response", "output", "completion", "chosen", "generated_solution", "solution", "generation")),
     ("query", ("response", "answer", "answers", "output", "chosen")),
     ("problem", ("generated_solution", "solution", "generation", "response", "output", "generations")),
@@ -47,10 +61,13 @@ _PAIRS = (
     ("source", ("target",)),
     ("post", ("reply", "response")),
     ("message_1", ("message_2",)),
-    ("context", ("response",)),
+    ("context", ("response", "response1")),
 )
 """Columns of a question, each with those of its answer, the first of which counts."""
 _INSTRUCTION_ANSWERS = ("output", "response", "answer", "completion", "chosen", "demonstration", "accepted")
+_BETTER = {"conversation_": ("winner", "model_b"), "response_": ("better_response_id", 1)}
+"""How the columns of two answers begin, and the column that says which is better, with what it says of the second."""
+_SPEAKERS = re.compile(r"(?:\A|\n\n)\s*(Human|Assistant):[ \t]*")
 _LISTS_OF_TURNS = ("turns", "data", "dialogs", "utterances")
 _TEXTS = ("text", "content")
 _IMAGE_KEYS, _MEDIA_KEYS = ("image", "images"), ("video", "videos", "audio", "audios")
@@ -91,6 +108,8 @@ def _parse(value: Any, strip_images: bool) -> ParsedRow:
     messages = reader.messages_of(row)
     if messages is None:
         text = next((row[key] for key in _TEXTS if isinstance(row.get(key), str)), None)
+        if text is not None and isinstance(row.get("role"), str):
+            raise BadRow("one_message_a_row")
         if text is not None:
             return FormattedText(text)
         raise BadRow("unknown_shape" + (f": {', '.join(map(str, row))}" if row else ""))
@@ -115,6 +134,7 @@ class _RowReader:
 
     def messages_of(self, row: dict[str, Any]) -> list[Message] | None:
         """The messages of a row; None if it holds none in any known shape."""
+        row = self._with_the_better(row)
         chats = [key for key in _CHAT_KEYS if key in row]
         if chats:
             self.read |= set(chats)
@@ -134,11 +154,25 @@ class _RowReader:
             if isinstance(row.get(key), list):
                 self.read.add(key)
                 return self.reader.messages(row[key])
+        spoken = _SPEAKERS.split(row["chosen"]) if isinstance(row.get("chosen"), str) else []
+        if len(spoken) > 2 and not spoken[0].strip():
+            self.read.add("chosen")
+            turns = zip(spoken[1::2], spoken[2::2], strict=True)
+            return self.reader.messages([{"role": who, "content": text.strip()} for who, text in turns])
         asked = next((key for key in _PROMPT_KEYS if key in row), None)
         if asked is None:
             return None
         self.read.add(asked)
         return self._turns(row[asked], "user")
+
+    def _with_the_better(self, row: dict[str, Any]) -> dict[str, Any]:
+        """The row; of two answers side by side, with the one that was found better under the name of an answer."""
+        for name, (judge, second) in _BETTER.items():
+            columns = [f"{name}{each}" for each in (("a", "b") if name == "conversation_" else (0, 1))]
+            if judge in row and all(column in row for column in columns):
+                self.read |= {judge, *columns}
+                return {**row, name.removesuffix("_"): row[columns[row[judge] == second]]}
+        return row
 
     def _turn_list(self, key: str, turns: list[Any]) -> list[Message]:
         """A list of messages, of texts that are all questions (`turns`), or of texts of two speakers in turn."""
