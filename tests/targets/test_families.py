@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from draftline.targets.regenerate import generate_batch, largest_batch
 from tests.data.chat_tokenizers import CHATML, make_tokenizer
 from tests.evaluate.pairs import Clairvoyant
 from tests.targets.families import FAMILIES, FEW, RECURRENT, UNSUPPORTED, random_ids, tiny
-from tests.targets.lives import PAGE, line_of, live, page, read_lines
+from tests.targets.lives import PAGE, QUESTIONS, call, line_of, live, page, read_lines, write_target
+from tests.targets.lives import SETTINGS as STEPS
 
 NOT_DECODED = {
     "jamba": "transformers gives other logits for several tokens behind a cache than without one",
@@ -134,3 +136,22 @@ def test_the_page_has_forty_families_or_more_and_what_is_said_of_the_others() ->
 @pytest.mark.filterwarnings("default")
 def test_a_whole_life_ends_as_the_page_says(family: str, tmp_path: Path) -> None:
     assert line_of(family, live(family, tmp_path)) == read_lines()[family]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.filterwarnings("default")
+def test_a_whole_life_in_float16_ends_without_a_finding(family: str, tmp_path: Path) -> None:
+    """Answers, states, audit, steps, export, decoding, and the audit of what was exported."""
+    write_target(family, tmp_path / "target")
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": question}) + "\n" for question in QUESTIONS))
+    target = ["--target", str(tmp_path / "target"), "--target-dtype", "float16"]
+    prompts, data, run, drafter = (str(tmp_path / name) for name in ("prompts.jsonl", "data", "run", "drafter"))
+    asked = ["--data", prompts, "--regenerate", "--max-new-tokens", "24"]
+    assert call(["prepare", *target, *asked, "--out", data]) == ""
+    assert call(["train", *target, "--data", data, "--out", run, *STEPS]) == ""
+    assert call(["export", run, "--out", drafter]) == ""
+    decoding = ["--draft", drafter, "--prompts", prompts, "--max-new-tokens", "16", "--json", str(tmp_path / "e.json")]
+    assert call(["evaluate", *target, *decoding]) == ""
+    assert json.loads((tmp_path / "e.json").read_text())["target_dtype"] == "float16"
+    assert call(["audit", drafter, *target]) == ""
