@@ -218,3 +218,20 @@ def test_ends_and_own_answers_are_not_looked_for_in_whole_texts(code: str, tmp_p
     given = subject(tmp_path, STORIES, mask=EVERYTHING)
     assert found(given, code) == []
     assert not examined(given, code)
+
+
+def test_sampled_answers_are_named_with_what_they_mean(tmp_path: Path) -> None:
+    """Whatever share of them is the target's own, and equal samples of one prompt are no copies to be removed."""
+    subject(tmp_path, CHATS)
+    meta = tmp_path / "out/meta.json"
+    assert json.loads(meta.read_text())["sampling"] is None
+    sampled = {"sampling": {"temperature": 0.7, "top_p": 0.9, "top_k": 0}, "answers_per_prompt": 4}
+    meta.write_text(json.dumps({**json.loads(meta.read_text()), **sampled}))
+    given = opened(tmp_path / "out", make_tokenizer(CHATML))
+    (finding,) = run_audit(given, ("DAT005",)).findings
+    assert finding.severity == "warning"
+    assert finding.evidence.startswith(
+        "the answers were sampled (temperature 0.7, top-p 0.9): its greedy token is that of"
+    )
+    assert "--temperature" in finding.fix
+    assert found(given, "DAT007") == []

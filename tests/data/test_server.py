@@ -21,7 +21,7 @@ from tests.data.chat_tokenizers import make_tokenizer
 class ChatServer:
     """A local server with the OpenAI chat interface; it answers with the number of messages and the last text."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         self.requests: list[dict[str, Any]] = []
         self.keys: set[str | None] = set()
         self.failures: list[int] = []
@@ -43,7 +43,7 @@ class ChatServer:
             def log_message(self, *_: object) -> None:
                 pass
 
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever)
         self.thread.start()
 
@@ -87,6 +87,7 @@ class ChatServer:
         return {}
 
     def close(self) -> None:
+        """Stop to listen; may be repeated."""
         self.server.shutdown()
         self.server.server_close()
         self.thread.join()
@@ -345,6 +346,21 @@ def test_a_busy_server_is_waited_for_as_long_as_patience_lasts(server: ChatServe
     server.failures, server.retry_after = [429] * 3, "3600"
     with pytest.raises(ServerError, match="status 429"):
         ask(server, tmp_path, [prompts("b")], retries=0, patience=30.0)
+
+
+def test_a_server_that_is_away_is_waited_for(server: ChatServer, tmp_path: Path) -> None:
+    """Nobody listens at its port at first."""
+    port = server.server.server_port
+    server.close()
+    later = threading.Timer(0.5, lambda: started.append(ChatServer(port)))
+    started: list[ChatServer] = []
+    later.start()
+    try:
+        (answered,) = ask(server, tmp_path, [prompts("a")], retries=0, patience=60.0)
+        assert answered.messages[-1].content == "1: a"
+    finally:
+        later.join()
+        started[0].close()
 
 
 def test_half_a_character_in_an_answer_drops_its_row_alone(server: ChatServer, tmp_path: Path) -> None:

@@ -132,6 +132,7 @@ def test_the_page_has_forty_families_or_more_and_what_is_said_of_the_others() ->
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", [family for family in read_lines() if family in FAMILIES])
 @pytest.mark.filterwarnings("default")
 def test_a_whole_life_ends_as_the_page_says(family: str, tmp_path: Path) -> None:
@@ -139,6 +140,7 @@ def test_a_whole_life_ends_as_the_page_says(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.filterwarnings("default")
 def test_a_whole_life_in_float16_ends_without_a_finding(family: str, tmp_path: Path) -> None:
