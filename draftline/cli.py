@@ -23,6 +23,7 @@ COMMANDS = {
     "quickstart": "quickstart",
     "prepare": "prepare",
     "inspect": "prepare",
+    "plan": "plan",
     "train": "train",
     "audit": "audit",
     "evaluate": "evaluate",

@@ -413,6 +413,31 @@ class TrainCommand(Settings):
     """Start in spite of audit findings with this code."""
 
 
+class PlanCommand(Settings):
+    """Options of `draftline plan`."""
+
+    settings: Annotated[tuple[str, ...], Word()] = ()
+    """section.key=value words, see draftline/config.py."""
+    flags: RunFlags
+    recipe: str | None = None
+    """default, published, small-model or quickstart."""
+    config: Path | None = None
+    """YAML file with settings."""
+    mean_length: int | None = Field(None, ge=2)
+    """Without --data: tokens of a conversation."""
+    conversations: int = Field(100_000, ge=1)
+    """With --mean-length: how many there are."""
+    answer_share: float = Field(0.6, gt=0, le=1)
+    """With --mean-length: share of the tokens that answers are."""
+    accelerator: str = "here"
+    """What it runs on: here (measured), a100, h100, h200, b200, mi300x, ..."""
+    devices: int = Field(1, ge=1)
+    """How many of them; with one, both halves share it."""
+    efficiency: float = Field(0.4, gt=0, le=1)
+    """Share of an accelerator's peak that is reached."""
+    json_file: JsonFile = None
+
+
 class AuditCommand(Settings):
     """Options of `draftline audit`."""
 

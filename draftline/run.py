@@ -36,13 +36,16 @@ from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
 from draftline.formats.write import refuse_unwritable
+from draftline.plan.devices import memory_of
+from draftline.plan.estimate import check_disk, check_memory, estimate_run
+from draftline.plan.sizes import TargetSizes
+from draftline.plan.work import Workload
 from draftline.progress import counting, say
 from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
 from draftline.train.checkpoint import CheckpointStore, TrainState, read_checkpoint
-from draftline.train.estimate import check_disk, estimate_run
 from draftline.train.log import Display, Record, RunLog, metrics_record, open_display
 from draftline.train.loop import DrafterTrainLoop
 from draftline.train.run_folder import RunFolder
@@ -349,11 +352,13 @@ def train_run(config: RunConfig, folder: Path, *, resume: bool = False) -> RunRe
 
 
 def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
-    """Say what the run will take, and refuse what cannot fit on the disk."""
-    conversations = (run.data.training, run.data.heldout)
-    longest = max(int(each.lengths.max(initial=0)) for each in conversations)
-    estimate = estimate_run(run.config, run.shape, run.target.dtype.itemsize, longest)
+    """Say what the run will take, and refuse what cannot fit into memory or on the disk."""
+    work = Workload.of_data(run.data, run.config)
+    estimate = estimate_run(run.config, run.shape, TargetSizes.of(run.target), work)
     watcher.say(estimate.sentence())
+    shared = run.drafter.device == run.target.device
+    needs = (*estimate.drafter, *estimate.target) if shared else estimate.drafter
+    check_memory(needs, memory_of(run.drafter.device), str(run.drafter.device))
     check_disk(folder, estimate)
     loops, cores = len(run.target_devices()), available_cores()
     shared = f"{run.threads} thread(s) for each of them and for the drafter"

@@ -67,6 +67,9 @@ class MemoryConversations:
     def __init__(self, samples: Sequence[Sample], fingerprint: str) -> None:
         self._samples, self.fingerprint = list(samples), fingerprint
         self.lengths: IntArray = np.array([len(sample) for sample in samples], dtype=np.int64)
+        self.supervised_lengths: IntArray = np.array(
+            [int(sample.loss_mask.sum()) for sample in samples], dtype=np.int64
+        )
         self.prompt_hashes: NDArray[np.uint64] = np.arange(len(samples), dtype=np.uint64)
 
     def __len__(self) -> int:

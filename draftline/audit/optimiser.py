@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -18,9 +17,12 @@ from draftline.audit.oracle_update import Moment, goes_by_muon, moved, rate_of
 from draftline.audit.probe import Probe
 from draftline.audit.report import Problem, check
 from draftline.draft.loss import StepMetrics
+from draftline.plan.devices import memory_of
+from draftline.plan.estimate import estimate_run
+from draftline.plan.sizes import TargetSizes
+from draftline.plan.work import Workload
 from draftline.train import checkpoint
 from draftline.train.checkpoint import TrainState
-from draftline.train.estimate import estimate_run
 from draftline.train.step import Drafter
 
 _STEPS = 4
@@ -342,27 +344,17 @@ def _in_memory_of(target: nn.Module, drafter: nn.Module) -> list[str]:
 
 @check("OPT009", "the run does not fit into memory")
 def memory(probe: Probe) -> Problem | None:
-    subject, config = probe.subject, probe.subject.config
-    held = subject.target.model.parameters()
-    target_bytes = sum(p.numel() * p.element_size() for p in held)
-    longest = config.train.tokens_per_row
-    estimate = estimate_run(config, subject.draft_model.config, subject.target.dtype.itemsize, longest)
-    needed = estimate.drafter_bytes + estimate.row_bytes + estimate.logits_bytes + target_bytes
-    available = _total_memory(probe.device)
-    probe.notes.append(f"target {target_bytes / 1e9:.2f} GB; {estimate.sentence()}")
+    run = probe.subject.run
+    estimate = estimate_run(run.config, run.shape, TargetSizes.of(run.target), Workload.of_data(run.data, run.config))
+    needed, available = estimate.target_bytes + estimate.drafter_bytes, memory_of(probe.device)
+    probe.notes.append(estimate.sentence())
     if needed <= available:
         return None
     return Problem(
         f"about {needed / 1e9:.1f} GB are needed, {available / 1e9:.1f} GB are there",
-        "lower train.num_anchors, train.tokens_per_row or loss.chunk_size, or set target.dtype=bfloat16",
+        f"most of it is for {estimate.largest.name}: {estimate.largest.setting} changes that",
         "warning",
     )
-
-
-def _total_memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _twin(probe: Probe) -> Drafter:

@@ -84,6 +84,10 @@ class Conversations(Samples, Protocol):
         """Tokens of each conversation."""
 
     @property
+    def supervised_lengths(self) -> IntArray:
+        """Supervised tokens of each conversation."""
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the contents."""
 

@@ -30,7 +30,8 @@ SMALLEST_NORM = 0.01
 
 _RESERVED = re.compile(r"reserved|unused|mask|extra|placeholder|dummy", re.IGNORECASE)
 
-_EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_FIELDS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names under which configurations say how many experts a layer has."""
 _OTHER_EPS = 1e-6
 """Of a Qwen3: the norms are the drafter's own, and only have to be the same wherever it runs."""
 
@@ -138,7 +139,7 @@ def _head_dim(config: PretrainedConfig) -> int:
 
 def _mlp_width(config: PretrainedConfig) -> int:
     """The target's width; 3 * D where there is none to follow: experts, or widths that differ by layer."""
-    experts = any((setting_of(config, name) or 0) > 1 for name in _EXPERT_FIELDS)
+    experts = any((setting_of(config, name) or 0) > 1 for name in EXPERT_FIELDS)
     width = setting_of(config, "intermediate_size")
     return 3 * int(config.hidden_size) if experts or not isinstance(width, int) else width
 
@@ -169,7 +170,10 @@ def resolve_mask_token(target: Target, wanted: int | None, used_token_ids: Colle
     Raises:
         ConfigError: the row asked for cannot serve, or none is free.
     """
-    norms = target.embedding.get_parameter("weight").detach().float().norm(dim=1)
+    table = target.embedding.get_parameter("weight").detach()
+    if table.is_meta:  # a target that is only described: which row it is changes no size
+        return target.vocab_size - 1 if wanted is None else wanted
+    norms = table.float().norm(dim=1)
     if wanted is None:
         for candidate in _free_rows(target):
             if _mask_fault(target, candidate, used_token_ids, norms) is None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, HTTPError, RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
@@ -40,7 +40,7 @@ from draftline.errors import TargetError, TemplateError
 from draftline.storage import new_folder, reason_of, unused_folder
 from draftline.targets.head import TargetHead, TargetParts, build_head, find_parts, row_scale, text_config
 
-_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError)
+_LOAD_ERRORS = (OSError, ValueError, RuntimeError, KeyError, ImportError, SafetensorError, StrictDataclassError)
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -188,14 +188,31 @@ def load_context_limit(config: TargetConfig) -> int:
     """
     if config.name == "smollm2":
         return SMOLLM2_CONTEXT
-    source, local_only = _locate(config.name)
+    return int(text_config(load_target_config(config)).max_position_embeddings)
+
+
+def load_target_config(config: TargetConfig) -> PretrainedConfig:
+    """What a target's configuration says; the weights are not read. A configuration file itself will do as well.
+
+    Raises:
+        TargetError: it cannot be loaded.
+    """
+    if config.name == "smollm2":
+        file = _gguf_file()
+        found: PretrainedConfig = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+        return found
+    alone = Path(config.name).expanduser()
+    return _read_config(config, *((str(alone), True) if alone.is_file() else _locate(config.name)))
+
+
+def _read_config(config: TargetConfig, source: str, local_only: bool) -> PretrainedConfig:
     try:
-        found = AutoConfig.from_pretrained(
+        found: PretrainedConfig = AutoConfig.from_pretrained(
             source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
         )
     except _LOAD_ERRORS as error:
         raise TargetError(_load_failure(config.name, error, local_only)) from error
-    return int(text_config(found).max_position_embeddings)
+    return found
 
 
 def build_target(name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Target:
@@ -317,11 +334,9 @@ def _load_pretrained(
     config: TargetConfig, dtype: torch.dtype | str
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     source, local_only = _locate(config.name)
+    found = _read_config(config, source, local_only)
     try:
-        found = AutoConfig.from_pretrained(
-            source, trust_remote_code=config.trust_remote_code, local_files_only=local_only
-        )
-        loaded: Any = _auto_class(config.name, found).from_pretrained(
+        loaded: Any = model_class(config.name, found).from_pretrained(
             source,
             dtype=dtype,
             trust_remote_code=config.trust_remote_code,
@@ -355,7 +370,7 @@ def _load_tokenizer(config: TargetConfig, source: str, local_only: bool) -> PreT
     return tokenizer
 
 
-def _auto_class(name: str, config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
+def model_class(name: str, config: PretrainedConfig) -> type[AutoModelForCausalLM] | type[AutoModelForImageTextToText]:
     """Text models and wrappers that know how to be one; other wrappers as image-text models, used text-only."""
     for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
         if type(config) in auto._model_mapping or (hasattr(config, "auto_map") and auto.__name__ in config.auto_map):
