@@ -356,8 +356,8 @@ def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
     work = Workload.of_data(run.data, run.config)
     estimate = estimate_run(run.config, run.shape, TargetSizes.of(run.target), work)
     watcher.say(estimate.sentence())
-    shared = run.drafter.device == run.target.device
-    needs = (*estimate.drafter, *estimate.target) if shared else estimate.drafter
+    together = run.drafter.device == run.target.device
+    needs = (*estimate.drafter, *estimate.target) if together else estimate.drafter
     check_memory(needs, memory_of(run.drafter.device), str(run.drafter.device))
     check_disk(folder, estimate)
     loops, cores = len(run.target_devices()), available_cores()
