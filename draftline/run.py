@@ -312,9 +312,9 @@ def train(
     """
     watcher = watcher or Watcher()
     RunFolder(folder).check_same_target(weights_fingerprint(run.target.model))
-    _estimate(run, folder, watcher)
     checkpoints = CheckpointStore(folder, run.config.train.keep_last)
     state = _restore(run, folder, checkpoints, watcher) if resume else None
+    _estimate(run, folder, watcher)
     state = state or TrainState(StepMetrics.zero(run.shape.block_size))
     _write_identity(run, folder, state, examination)
     with ExitStack() as stack:
