@@ -160,7 +160,7 @@ class LossConfig(Settings):
 
 
 class OptimConfig(Settings):
-    """What moves the weights, with a cosine schedule."""
+    """What moves the weights, and how fast."""
 
     name: Literal["adamw", "muon"] = "adamw"
     """`adamw`: every tensor; `muon`: matrices of the layers and `fc` by orthogonalised momentum, norms by AdamW."""
@@ -182,6 +182,10 @@ class OptimConfig(Settings):
     """Newton-Schulz iterations that orthogonalise."""
     warmup_fraction: float = Field(0.04, ge=0, lt=1)
     """Share of all steps in which the rate rises linearly from 0."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """What follows: half a cosine; `wsd`: the highest rate, and a straight fall at the end; or the highest rate."""
+    decay_fraction: float | None = Field(None, gt=0, le=1)
+    """Share of all steps in which `wsd` falls; none: a fifth."""
     final_fraction: float = Field(0.0, ge=0, le=1)
     """The rate at the last step as a share of the highest."""
     clip_norm: float = Field(1.0, gt=0)
@@ -192,6 +196,12 @@ class OptimConfig(Settings):
         if self.muon_learning_rate is not None and self.name == "adamw":
             rate = self.muon_learning_rate
             raise ValueError(f"muon_learning_rate = {rate:g} does nothing for adamw: set optim.name=muon too")
+        if self.decay_fraction is not None and self.schedule != "wsd":
+            given = f"decay_fraction = {self.decay_fraction:g} does nothing for {self.schedule}"
+            raise ValueError(f"{given}: set optim.schedule=wsd too")
+        if self.final_fraction and self.schedule == "constant":
+            given = f"final_fraction = {self.final_fraction:g} does nothing for a constant rate"
+            raise ValueError(f"{given}: set optim.schedule=wsd, or leave it out")
         return self
 
 

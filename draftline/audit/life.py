@@ -191,7 +191,8 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
     if pipeline.states_path is not None:
         pipeline = pipeline.model_copy(update={"states_path": folder / "states"})
     # were the last update's rate 0, the last two checkpoints would be the same
-    optim = config.optim.model_copy(update={"final_fraction": config.optim.final_fraction or 0.1})
+    ends_low = config.optim.schedule != "constant" and not config.optim.final_fraction
+    optim = config.optim.model_copy(update={"final_fraction": 0.1}) if ends_low else config.optim
     lived = config.model_copy(update={"train": small, "optim": optim, "pipeline": pipeline})
     changed = _changes(config, lived)
     count = f"{len(lengths)} of {len(run.data.training_ids)} conversations ({sum(lengths)} tokens)"

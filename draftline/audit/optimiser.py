@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from draftline.audit.oracle_update import Moment, goes_by_muon, moved, rate_of
 from draftline.audit.probe import Probe
 from draftline.audit.report import Problem, check
+from draftline.config import OptimConfig
 from draftline.draft.loss import StepMetrics
 from draftline.plan.devices import memory_of
 from draftline.plan.estimate import estimate_run
@@ -114,26 +115,36 @@ def schedule(probe: Probe) -> Problem | None:
     rates = [drafter.learning_rate(update) for update in range(total)]
     peak, top = max(rates), rates.index(max(rates))
     wanted_top = round(config.warmup_fraction * total)
-    fix = "a linear rise over warmup_fraction of all updates, then half a cosine to final_fraction"
+    fix = f"a linear rise over warmup_fraction of all updates, then optim.schedule = {config.schedule}"
     falling = all(a >= b - 1e-12 for a, b in pairwise(rates[top:]))
     rising = all(a <= b + 1e-12 for a, b in pairwise(rates[: top + 1]))
-    middle = rates[top + (total - top) // 2] if top < total - 2 else peak
-    half = config.learning_rate * (1 + config.final_fraction) / 2
     faults = {
         f"peak {peak:.3g}, learning_rate is {config.learning_rate:.3g}": math.isclose(
             peak, config.learning_rate, rel_tol=0.02
         ),
         f"peak at update {top}, warm-up ends at {wanted_top}": abs(top - wanted_top) <= 2,
         f"first rate {rates[0]:.3g}": rates[0] > 0,
-        f"last rate {rates[-1]:.3g}, wanted {config.final_fraction * config.learning_rate:.3g}": abs(
-            rates[-1] - config.final_fraction * config.learning_rate
-        )
-        <= 0.02 * config.learning_rate,
         "it does not rise and then fall": rising and falling,
-        f"half-way rate {middle:.3g}, wanted {half:.3g}": abs(middle - half) <= 0.05 * config.learning_rate,
     }
+    for update, wanted in _waypoints(config, top, total).items():
+        text = f"rate {rates[update]:.3g} of update {update}, wanted {wanted:.3g}"
+        faults[text] = abs(rates[update] - wanted) <= 0.03 * config.learning_rate
     wrong = [text for text, right in faults.items() if not right]
     return Problem(f"over {total} updates: {wrong[0]}", fix) if wrong else _unused_rate(probe)
+
+
+def _waypoints(config: OptimConfig, top: int, total: int) -> dict[int, float]:
+    """Rates that a schedule passes through, by the number of the update."""
+    high, low = config.learning_rate, config.learning_rate * config.final_fraction
+    middle, half = min(top + (total - top) // 2, total - 1), (high + low) / 2
+    if config.schedule == "constant":
+        return {middle: high, total - 1: high}
+    if config.schedule == "cosine":
+        return {middle: half, total - 1: low} if top < total - 2 else {total - 1: low}
+    fall = round(total * (config.decay_fraction or 0.2))
+    if total - fall <= top:
+        return {total - 1: low}
+    return {total - fall - 1: high, total - 1 - fall // 2: half, total - 1: low}
 
 
 def _unused_rate(probe: Probe) -> Problem | None:

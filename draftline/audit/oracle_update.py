@@ -22,9 +22,17 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
     warmup = round(optim.warmup_fraction * total_steps)
     if step < warmup:
         return optim.learning_rate * (step + 1) / (warmup + 1)
-    share = (step - warmup) / max(1, total_steps - 1 - warmup)
-    fall = (1 + math.cos(math.pi * share)) / 2
-    return optim.learning_rate * (optim.final_fraction + (1 - optim.final_fraction) * fall)
+    if optim.schedule == "cosine":
+        share = (step - warmup) / max(1, total_steps - 1 - warmup)
+        above = (1 + math.cos(math.pi * share)) / 2
+    elif optim.schedule == "constant" or total_steps == 1:
+        above = 1.0
+    else:
+        fraction = optim.decay_fraction if optim.decay_fraction is not None else 1 / 5
+        length = min(max(round(fraction * total_steps), 1), total_steps - warmup)
+        first = total_steps - length  # of the updates that fall, the last of which has the final share
+        above = 1.0 if step < first else 1 - (step - first + 1) / length
+    return optim.learning_rate * (optim.final_fraction + (1 - optim.final_fraction) * above)
 
 
 def goes_by_muon(weight: Tensor, optim: OptimConfig) -> bool:

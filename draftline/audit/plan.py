@@ -139,7 +139,7 @@ def _wrong_rates(run: Run) -> Problem | None:
         if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-15):
             return Problem(
                 f"update {step} of {total} has the rate {found:.6g}, by the recipe {wanted:.6g}",
-                "warm up over optim.warmup_fraction of all steps, then fall along a cosine to optim.final_fraction",
+                f"warm up over optim.warmup_fraction of all steps, then follow optim.schedule = {optim.schedule}",
             )
     return None
 

@@ -162,8 +162,12 @@ def check_parameters(optimizer: Optimizer, draft_model: nn.Module) -> None:
         raise ValueError(f"the optimiser holds {twice} in more than one group")
 
 
+_WSD_DECAY = 0.2
+"""Share of the steps in which the rate of `wsd` falls, where nobody says otherwise."""
+
+
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
-    """AdamW's rate of the update number `step`, from 0: a linear rise, then half a cosine down to the final share.
+    """AdamW's rate of the update number `step`, from 0: a linear rise, then what the schedule says.
 
     The rise starts above 0, so that no update is lost, and the last update has exactly the final share. The rate has
     no state: after a resume it follows from the step alone.
@@ -171,9 +175,22 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     warmup = round(config.warmup_fraction * total_steps)
     if step < warmup:
         return config.learning_rate * (step + 1) / (warmup + 1)
-    progress = (step - warmup) / max(1, total_steps - 1 - warmup)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * cosine)
+    left = _share_left(step, warmup, total_steps, config)
+    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * left)
+
+
+def _share_left(step: int, warmup: int, total_steps: int, config: OptimConfig) -> float:
+    """How far above its end the rate is, 1 after the rise and 0 at the last update of a schedule that falls."""
+    if config.schedule == "constant":
+        return 1.0
+    if config.schedule == "cosine":
+        progress = (step - warmup) / max(1, total_steps - 1 - warmup)
+        return 0.5 * (1.0 + math.cos(math.pi * progress))
+    decay = _WSD_DECAY if config.decay_fraction is None else config.decay_fraction
+    falling = min(max(1, round(decay * total_steps)), total_steps - warmup)
+    if total_steps == 1:
+        return 1.0
+    return min(1.0, (total_steps - 1 - step) / falling)
 
 
 def set_learning_rate(optimizer: Optimizer, rate: float) -> None:

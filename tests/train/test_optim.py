@@ -37,6 +37,28 @@ def test_rate_rises_linearly_and_falls_as_half_a_cosine() -> None:
     assert all(a > b for a, b in itertools.pairwise(rates[10:]))
 
 
+def test_wsd_stays_up_and_falls_straight_at_the_end() -> None:
+    config = OptimConfig(learning_rate=1.0, warmup_fraction=0.1, final_fraction=0.2, schedule="wsd", decay_fraction=0.3)
+    rates = [learning_rate(step, 100, config) for step in range(100)]
+    assert rates[9] == pytest.approx(10 / 11)
+    assert rates[10:70] == [1.0] * 60
+    assert rates[70:] == pytest.approx([1 - 0.8 * (place + 1) / 30 for place in range(30)])
+    usual = [learning_rate(step, 50, OptimConfig(learning_rate=1.0, schedule="wsd")) for step in range(50)]
+    assert (usual.index(1.0), 49 - usual[::-1].index(1.0), usual[-1]) == (2, 39, 0.0)
+
+
+def test_a_constant_rate_is_only_warmed_up() -> None:
+    config = OptimConfig(learning_rate=1.0, warmup_fraction=0.5, schedule="constant")
+    assert [learning_rate(step, 4, config) for step in range(4)] == pytest.approx([1 / 3, 2 / 3, 1, 1])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("total", [1, 2, 3])
+def test_every_schedule_learns_in_a_run_of_very_few_steps(schedule: str, total: int) -> None:
+    config = OptimConfig.model_validate({"schedule": schedule})
+    assert learning_rate(0, total, config) == config.learning_rate
+
+
 @pytest.mark.parametrize("total", [1, 2, 3])
 def test_a_run_of_very_few_steps_still_learns(total: int) -> None:
     assert learning_rate(0, total, OptimConfig()) == OptimConfig().learning_rate

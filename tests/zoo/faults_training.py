@@ -22,6 +22,9 @@ from draftline.train.checkpoint import TrainState
 from tests.zoo.fault import fault, losing, on_frozen, on_model, on_optimizer
 from tests.zoo.pipeline import Recipe, World, in_precision
 
+WSD = Recipe(settings={"optim": {"schedule": "wsd", "decay_fraction": 0.3}})
+CONSTANT = Recipe(settings={"optim": {"schedule": "constant"}})
+
 
 def _blocks_of(size: int) -> Recipe:
     return Recipe(settings={"drafter": {"block_size": size}})
@@ -361,6 +364,24 @@ def _rate(world: World, change: Callable[[Callable[..., float], int, int, Any], 
 @fault("the rate never falls", "B48", "OPT004")
 def _(world: World) -> None:
     _rate(world, lambda _clean, _update, _total, config: config.learning_rate)
+
+
+@fault("a plateau and a fall are taken for a cosine", "B48", "OPT004", recipe=WSD)
+def _(world: World) -> None:
+    as_cosine = {"schedule": "cosine", "decay_fraction": None}
+    _rate(world, lambda clean, update, total, config: clean(update, total, config.model_copy(update=as_cosine)))
+
+
+@fault("a plateau falls twice as long as configured", "B48", "OPT004", recipe=WSD)
+def _(world: World) -> None:
+    longer = {"decay_fraction": 0.6}
+    _rate(world, lambda clean, update, total, config: clean(update, total, config.model_copy(update=longer)))
+
+
+@fault("a rate that is to stay falls", "B48", "OPT004", recipe=CONSTANT)
+def _(world: World) -> None:
+    falling = {"schedule": "wsd"}
+    _rate(world, lambda clean, update, total, config: clean(update, total, config.model_copy(update=falling)))
 
 
 @fault("the schedule is stretched over ten times the run", "B48", "OPT004")
