@@ -63,7 +63,7 @@ def run(words: list[str], debug: bool = False) -> int:
 
 def _app(words: list[str]) -> typer.Typer:
     """The command that the words begin with, or, to list them or to say what was meant, all of them."""
-    from draftline.commands.options import from_words
+    from draftline.commands.options import GroupedHelp, from_words
 
     app = typer.Typer(
         name="draftline",
@@ -71,10 +71,11 @@ def _app(words: list[str]) -> typer.Typer:
         no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,
     )
     app.callback()(lambda: None)  # with it, a single command is still called by its name
     for name in words[:1] if words and words[0] in COMMANDS else COMMANDS:
-        app.command(name)(from_words(command(name)))
+        app.command(name, cls=GroupedHelp)(from_words(command(name)))
     return app
 
 

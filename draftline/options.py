@@ -492,8 +492,10 @@ class GenerateCommand(Settings):
     target: NamedTarget
     draft: Path
     """Exported drafter, checkpoint or run folder."""
-    prompt: str
+    words: Annotated[tuple[str, ...], Word("PROMPT")] = ()
     """What the user says; - reads standard input."""
+    prompt: str | None = None
+    """The same, as an option."""
     settings: EvaluationSettings
     json_file: JsonFile = None
 

@@ -62,7 +62,8 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Tab
 
     shown = Table(title=escape(title), title_justify="left")
     for place, name in enumerate(head):
-        shown.add_column(escape(name), justify="right" if place else "left", overflow="fold")
+        whole = max(map(len, name.split()), default=0)  # no word of a heading is broken
+        shown.add_column(escape(name), justify="right" if place else "left", overflow="fold", min_width=whole)
     for row in rows:
         shown.add_row(*map(escape, row))
     return shown

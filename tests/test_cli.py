@@ -18,6 +18,9 @@ def test_bad_places_for_results_are_refused_before_the_work(
     pair = ["--target", "tiny", "--draft", "d"]
     assert cli.run(["generate", *pair, "--prompt", "x", "--json", str(tmp_path)]) == 2
     assert "name a file" in capsys.readouterr().err
+    for words in (["--prompt", "x", "y"], []):
+        assert cli.run(["generate", *pair, *words]) == 2
+        assert "generate answers one prompt" in capsys.readouterr().err
     (tmp_path / "notes.txt").write_text("mine")
     for command in ("export", "import"):
         assert cli.run([command, "source", "--target", "tiny", "--out", str(tmp_path)]) == 2

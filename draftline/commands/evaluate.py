@@ -209,9 +209,12 @@ def generate(options: GenerateCommand) -> None:
     from draftline.evaluate.answer import answer_prompt
     from draftline.targets.model import load_target
 
+    asked = " ".join(options.words) or options.prompt
+    if asked is None or (options.words and options.prompt is not None):
+        raise ConfigError("generate answers one prompt: give it in quotes behind the options, or with --prompt")
     target = load_target(options.target)
     drafter = drafter_for(target, options.draft)
-    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    text = sys.stdin.read() if asked == "-" else asked
     warn_unread_options(target.require_tokenizer(), options.settings.template_options)
     answer = answer_prompt(target, drafter, text, with_system_text(options.settings))
     print(answer.text)

@@ -11,10 +11,11 @@ import typer
 from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
+from typer.core import TyperCommand
 
-from draftline.config import Flag, Settings
+from draftline.config import Flag, Settings, TargetConfig
 from draftline.errors import ConfigError
-from draftline.options import Word, Written
+from draftline.options import RunFlags, ServerOptions, Word, Written
 from draftline.storage import new_json, new_page, new_pictures, unused_folder
 
 
@@ -32,6 +33,27 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "pictures": new_pictures,
 }
 """How each kind of place is checked."""
+
+WHAT, HOW, WHERE = "What", "How", "Where results go"
+"""Under which the help lists options, in this order."""
+_SAYS_WHAT = (TargetConfig, RunFlags, ServerOptions)
+
+
+class GroupedHelp(TyperCommand):
+    """A command whose help shows every option's name whole, however narrow the terminal, group by group."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], WHAT: [], HOW: [], WHERE: [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            argument = parameter.param_type_name == "argument"
+            if record is not None:
+                groups["Arguments" if argument else parameter.rich_help_panel or "Options"].append(record)
+        for title, records in groups.items():
+            if records:
+                with formatter.section(title):
+                    formatter.write_dl(records)
+
 
 Options = TypeVar("Options", bound=Settings)
 Mark = TypeVar("Mark")
@@ -54,17 +76,17 @@ def from_words(command: Callable[[Options], int | None]) -> Callable[..., int | 
         return command(options)
 
     called.__doc__ = command.__doc__
-    called.__signature__ = Signature([_parameter(name, field) for name, field in _leaves(record)])  # type: ignore[attr-defined]
+    called.__signature__ = Signature([_parameter(*leaf) for leaf in _leaves(record)])  # type: ignore[attr-defined]
     return called
 
 
-def _leaves(record: type[Settings]) -> Iterator[tuple[str, FieldInfo]]:
-    """Fields that are options; those of a record inside the record stand in its place."""
+def _leaves(record: type[Settings], group: str = WHAT) -> Iterator[tuple[str, FieldInfo, str]]:
+    """Fields that are options, with their group; those of a record inside the record stand in its place."""
     for name, field in record.model_fields.items():
         if inner := _record(field):
-            yield from _leaves(inner)
+            yield from _leaves(inner, group if issubclass(inner, _SAYS_WHAT) else HOW)
         elif Flag(None) not in field.metadata:
-            yield name, field
+            yield name, field, WHERE if name == "out" or _mark(field, Written) else group
 
 
 def _filled(record: type[Options], values: dict[str, Any]) -> Options:
@@ -84,7 +106,7 @@ def _record(field: FieldInfo) -> type[Settings] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Settings) else None
 
 
-def _parameter(name: str, field: FieldInfo) -> Parameter:
+def _parameter(name: str, field: FieldInfo, group: str) -> Parameter:
     kind: Any = field.annotation
     default = Parameter.empty if field.is_required() else field.default
     if get_origin(kind) is dict:  # KEY=VALUE words, which the record reads
@@ -105,6 +127,7 @@ def _parameter(name: str, field: FieldInfo) -> Parameter:
             "min": least and least.ge,
             "max": most and most.le,
             "callback": written and PLACES[written.kind],
+            "rich_help_panel": group,
         }
         info = typer.Option(_name(name, field), help=help_text, show_default=default is not True, **further)
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])

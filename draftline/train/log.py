@@ -181,10 +181,11 @@ def _sentence(record: Record, speed: Record) -> str:
     words = [f"loss {record['loss']:.3f}", f"accuracy {record['accuracy']:.3f}", f"streak {record['streak']:.2f}"]
     if "heldout_streak" in record:
         words.append(f"held-out accuracy {record['heldout_accuracy']:.3f} streak {record['heldout_streak']:.2f}")
-    words.append(f"target {speed['target_tokens_per_second']:,.0f} tok/s")
-    words.append(f"drafter {speed['drafter_tokens_per_second']:,.0f} tok/s")
+    for half in ("target", "drafter"):
+        if rate := speed[f"{half}_tokens_per_second"]:  # a target that has captured everything has none
+            words.append(f"{half} {rate:,.0f} tokens/s")
     if speed["queue_rows"]:
-        words.append(f"queue {speed['queue_rows']} rows {speed['queue_bytes'] / 1e6:,.0f} MB")
+        words.append(f"queued {speed['queue_rows']:,} row(s), {speed['queue_bytes'] / 1e6:,.0f} MB")
     return "  ".join(words)
 
 

@@ -161,10 +161,26 @@ def test_an_option_of_a_run_sets_a_setting_that_exists(flags: type[RunFlags]) ->
     assert RunFlags().words() == []
 
 
+@pytest.mark.parametrize("name", sorted(cli.COMMANDS))
+def test_help_shows_every_option_whole_and_grouped(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.run([name, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    app = typer.Typer()
+    app.command(name)(from_words(cli.command(name)))
+    for parameter in typer.main.get_command(app).params:
+        assert all(f"{word} " in shown for word in parameter.opts if word.startswith("--")), parameter.opts
+    assert sum(group in shown for group in (f"{title}:" for title in ("What", "How", "Where results go"))) >= 1
+
+
 def test_faults_of_a_record_are_errors_of_ours() -> None:
     """What a validator of a record raises on purpose is not wrapped by the library."""
     with pytest.raises(DraftlineError, match="is not a temperature"):
         from_words(cli.command("generate"))(
             **{name: None for name, _ in options_of(records()["generate"])}
-            | {"name": "tiny", "draft": "d", "prompt": "x", "temperature": -1.0}
+            | {"name": "tiny", "draft": "d", "words": ["x"], "temperature": -1.0}
         )
