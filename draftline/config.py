@@ -28,6 +28,9 @@ LayerType = Literal["full_attention", "sliding_attention"]
 ExportDtype = Literal["float32", "bfloat16"]
 """Number formats that drafters are written in."""
 
+TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+"""Libraries that scalars of a run can be sent to."""
+
 PUBLISHED_DECAY = {16: 7.0, 10: 5.0, 8: 4.0}
 """Block size -> loss decay gamma as published (DFlash, arXiv 2602.06036)."""
 
@@ -224,6 +227,8 @@ class TrainConfig(Settings):
     """Seeds the weights, the order of the data and, with epoch and sample id, the anchors."""
     log_every: int = Field(10, ge=1)
     """Steps."""
+    trackers: tuple[TrackerName, ...] = ("tensorboard",)
+    """Where the scalars of each line are sent as well; all but the first are extras (`draftline[wandb]`)."""
     eval_every: int = Field(200, ge=1)
     """Steps between evaluations on held-out data; there is always one at the end."""
     eval_conversations: int = Field(256, ge=1)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from draftline.config import DFlashConfig, RunConfig, sent_beside_states
+from draftline.config import DFlashConfig, RunConfig, flatten, sent_beside_states
 from draftline.data.dataset import PreparedDataset, open_data
 from draftline.data.sampler import Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
@@ -50,6 +50,7 @@ from draftline.train.log import Display, Record, RunLog, metrics_record, open_di
 from draftline.train.loop import DrafterTrainLoop
 from draftline.train.run_folder import RunFolder
 from draftline.train.step import HELDOUT_SEED, Drafter
+from draftline.train.trackers import Trackers
 from draftline.transfer.pack import CaptureLoop, make_rows
 from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource, to_device
 from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
@@ -330,6 +331,7 @@ def train(
             loss=run.config.loss,
             statistics=engine.statistics,
             display=watcher.display(state.step, run.sampler.total_steps),
+            trackers=_trackers(run.config, folder, state, watcher),
         )
         stack.enter_context(closing(log))
         loop = DrafterTrainLoop(
@@ -367,6 +369,11 @@ def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
         watcher.say("that is more threads than cores: lower pipeline.threads_per_loop if the run is slow")
     if run.vocabulary is not None:
         watcher.say(run.vocabulary.sentence())
+
+
+def _trackers(config: RunConfig, folder: Path, state: TrainState, watcher: Watcher) -> Trackers:
+    settings = flatten(config.model_dump(mode="json"))
+    return Trackers(config.train.trackers, folder, state.step + 1, settings, watcher.say)
 
 
 def _restore(run: Run, folder: Path, checkpoints: CheckpointStore, watcher: Watcher) -> TrainState | None:

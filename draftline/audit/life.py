@@ -180,6 +180,7 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
             "rows_per_step": ROWS_PER_STEP,
             "num_anchors": min(config.train.num_anchors, _ANCHORS),
             "log_every": 4,
+            "trackers": ("tensorboard",),
             "eval_every": 2,
             "save_every": 4,  # so that a best one between two saves is saved as well
             "eval_walks": min(config.train.eval_walks, _WALKS),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from draftline.train.checkpoint import TrainState
     from draftline.train.run_folder import RunFolder
     from draftline.train.step import StepResult
+    from draftline.train.trackers import Trackers
     from draftline.transfer.stage import PipelineStatistics
 
 Record = dict[str, Any]
@@ -55,7 +56,7 @@ def metrics_record(metrics: StepMetrics, loss: LossConfig) -> Record:
 
 
 class RunLog:
-    """Writes what was learned, how fast, and TensorBoard's scalars of both; feeds the display.
+    """Writes what was learned and how fast, sends the scalars of both to trackers, and feeds the display.
 
     Args:
         run: its folder.
@@ -64,6 +65,7 @@ class RunLog:
         loss: settings, for the denominator of the logged loss.
         statistics: snapshot of the engine.
         display: what the user sees.
+        trackers: where the scalars go as well.
     """
 
     def __init__(
@@ -75,15 +77,13 @@ class RunLog:
         loss: LossConfig,
         statistics: Callable[[], PipelineStatistics],
         display: Display,
+        trackers: Trackers,
     ) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self._learning_rate = learning_rate
         self._loss = loss
         self._display = display
         self._metrics, self._speed = run.continue_lines(state.step, state.logged_step)
-        with storage_errors(run.tensorboard):
-            self._scalars = SummaryWriter(run.tensorboard, purge_step=state.step + 1)
+        self._trackers = trackers
         self._meter = SpeedMeter(statistics, state)
 
     def advance(self, state: TrainState) -> None:
@@ -117,21 +117,19 @@ class RunLog:
         """Close everything, also where one of the files refuses."""
         with ExitStack() as stack:
             stack.callback(self._display.close)
-            stack.enter_context(storage_errors(Path(self._scalars.log_dir)))
-            stack.callback(self._scalars.close)
+            stack.callback(self._trackers.close)
             stack.callback(self._speed.close)
             stack.callback(self._metrics.close)
 
     def _write_scalars(self, record: Record, speed: Record) -> None:
-        step = record["step"]
         named = {_tag(name): value for name, value in record.items() if name != "step"}
         named |= {f"speed/{name}": value for name, value in speed.items()}
-        with storage_errors(Path(self._scalars.log_dir)):
-            for tag, value in named.items():
-                for place, number in enumerate(value) if isinstance(value, list) else [(None, value)]:
-                    if number is not None and math.isfinite(number):
-                        self._scalars.add_scalar(tag if place is None else f"{tag}/{place}", number, step)
-            self._scalars.flush()
+        scalars: dict[str, float] = {}
+        for tag, value in named.items():
+            for place, number in enumerate(value) if isinstance(value, list) else [(None, value)]:
+                if number is not None and math.isfinite(number):
+                    scalars[tag if place is None else f"{tag}/{place}"] = number
+        self._trackers.log(scalars, record["step"])
 
 
 class SpeedMeter:

@@ -65,6 +65,7 @@ FREE_TO_CHANGE = (
     "target.device",
     "train.device",
     "train.log_every",
+    "train.trackers",
     "train.eval_every",
     "train.save_every",
     "train.keep_last",
