@@ -48,16 +48,18 @@ def run(words: list[str], debug: bool = False) -> int:
     """Run one command and return its exit status."""
     _set_up_libraries()
     try:
-        result = _app(words)(words, prog_name="draftline", standalone_mode=False)
+        result = _app(words)(words or ["--help"], prog_name="draftline", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         return _fail("interrupted", 130, debug)
     except DraftlineError as error:
         return _fail(str(error), error.exit_status, debug)
     except typer.TyperException as error:
-        return _fail(_usage(error), 2, debug) if str(error) else 2  # no words at all: the help was printed
+        return _fail(_usage(error), 2, debug)
     except Exception as error:  # the border of the process: nothing is above
         line = " ".join(str(error).split())
         return _fail(f"unexpected {type(error).__name__}: {line} (add --debug for the traceback)", 1, debug)
+    if not words:  # the help was printed, and nothing done
+        return 2
     return result if isinstance(result, int) else 0
 
 

@@ -11,7 +11,7 @@ import typer
 from annotated_types import Ge, Le
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperOption
 
 from draftline.config import Flag, Settings, TargetConfig
 from draftline.errors import ConfigError
@@ -46,9 +46,9 @@ class GroupedHelp(TyperCommand):
         groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], WHAT: [], HOW: [], WHERE: [], "Options": []}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            argument = parameter.param_type_name == "argument"
+            panel = parameter.rich_help_panel if isinstance(parameter, TyperOption) else "Arguments"
             if record is not None:
-                groups["Arguments" if argument else parameter.rich_help_panel or "Options"].append(record)
+                groups[panel or "Options"].append(record)
         for title, records in groups.items():
             if records:
                 with formatter.section(title):
@@ -86,7 +86,7 @@ def _leaves(record: type[Settings], group: str = WHAT) -> Iterator[tuple[str, Fi
         if inner := _record(field):
             yield from _leaves(inner, group if issubclass(inner, _SAYS_WHAT) else HOW)
         elif Flag(None) not in field.metadata:
-            yield name, field, WHERE if name == "out" or _mark(field, Written) else group
+            yield name, field, WHERE if name == "out" or _mark(field, Written) is not None else group
 
 
 def _filled(record: type[Options], values: dict[str, Any]) -> Options:

@@ -170,7 +170,7 @@ def test_help_shows_every_option_whole_and_grouped(
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert max(map(len, shown.splitlines())) <= 80
-    app = typer.Typer()
+    app = typer.Typer(add_completion=False)
     app.command(name)(from_words(cli.command(name)))
     for parameter in typer.main.get_command(app).params:
         assert all(f"{word} " in shown for word in parameter.opts if word.startswith("--")), parameter.opts
