@@ -37,7 +37,7 @@ from draftline.transfer import store as store_module
 
 _MAY_CHANGE = (
     *("data.path", "data.heldout_path", "target.name", "target.trust_remote_code", "target.device", "train.device"),
-    *("train.log_every", "train.eval_every", "train.save_every", "train.keep_last", "pipeline."),
+    *("train.log_every", "train.trackers", "train.eval_every", "train.save_every", "train.keep_last", "pipeline."),
 )
 """Settings that say where and how often, not what is learned. Data and targets may move: contents are compared."""
 
@@ -113,7 +113,7 @@ def _others(value: Any, annotation: Any) -> Iterator[Any]:
     elif isinstance(value, int | float):
         yield from (value + 1, value - 1, value / 2 or 0.1, (1 + value) / 2)
     elif isinstance(value, list):
-        yield [*value[:-1], value[-1] + 1] if value else [0]
+        yield [*value[:-1], value[-1] + 1] if value and isinstance(value[-1], int) else [0]
     yield from (word for word in _words(annotation) if word != value)
     yield from (1, 2, 0.1, [0], "other")
 
