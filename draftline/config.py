@@ -21,7 +21,7 @@ from typing import Annotated, Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from draftline.errors import ConfigError
+from draftline.errors import ConfigError, TargetError
 
 LayerType = Literal["full_attention", "sliding_attention"]
 
@@ -70,6 +70,24 @@ class TargetConfig(Settings):
     """Run code that ships with the target."""
     chat_template: Path | None = None
     """File with a chat template instead of the target's."""
+
+
+def target_folder(name: str) -> Path | None:
+    """Where a target lies on this machine; none where the name may be of the hub, or of a target that comes along.
+
+    Raises:
+        TargetError: no such folder, or one without config.json.
+    """
+    if name in ("tiny", "smollm2"):
+        return None
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise TargetError(f"target {name} has no config.json: give a folder written by save_pretrained")
+        return folder
+    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise TargetError(f"target {name} is not a folder: give tiny, smollm2, a Hugging Face folder or a hub name")
+    return None
 
 
 class DataConfig(Settings):

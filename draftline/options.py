@@ -48,6 +48,13 @@ class Written:
 
 
 @dataclass(frozen=True)
+class Read:
+    """Marks what the command reads, and which is looked at before torch is loaded."""
+
+    kind: Literal["target", "prepared", "drafter", "proof"]
+
+
+@dataclass(frozen=True)
 class Sets:
     """Marks an option that sets these settings of a run, and that leaves them alone where it is not given."""
 
@@ -67,16 +74,16 @@ NewFolder = Annotated[Path, Written("folder"), Field(description="Folder to writ
 class NamedTarget(TargetConfig):
     """A target that has to be named."""
 
-    name: Annotated[str, Flag("--target")]
+    name: Annotated[str, Flag("--target"), Read("target")]
     """tiny, smollm2, a local Hugging Face folder or a hub name."""
 
 
 class RunFlags(Settings):
     """Settings of a run that have an option of their own."""
 
-    target: Annotated[str | None, Sets(("target.name",))] = None
+    target: Annotated[str | None, Sets(("target.name",)), Read("target")] = None
     """tiny, smollm2, a local Hugging Face folder or a hub name; of a run: its own."""
-    data: Annotated[Path | None, Sets(("data.path",))] = None
+    data: Annotated[Path | None, Sets(("data.path",)), Read("prepared")] = None
     """Folder that `draftline prepare` wrote."""
     target_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, Sets(("target.dtype",))] = None
     """auto: float32 on CPU, else as stored."""
@@ -101,7 +108,7 @@ class RunFlags(Settings):
 class TrainFlags(RunFlags):
     """Settings of a run that have an option of their own in `train`."""
 
-    init_from: Annotated[Path | None, Sets(("drafter.init_from",))] = None
+    init_from: Annotated[Path | None, Sets(("drafter.init_from",)), Read("drafter")] = None
     """A drafter of any trainer, to train further."""
 
 
@@ -385,7 +392,7 @@ class PrepareCommand(Settings):
 class InspectCommand(Settings):
     """Options of `draftline inspect`."""
 
-    folder: Annotated[Path, Word()]
+    folder: Annotated[Path, Word(), Read("prepared")]
     """Folder that `draftline prepare` wrote."""
     count: int | None = Field(None, ge=1)
     """Only the first conversations."""
@@ -464,7 +471,7 @@ class EvaluateCommand(Settings):
     """JSONL, {"turns": ["..."]} per line; may be repeated."""
     task: tuple[str, ...] = ()
     """gsm8k, mt-bench, ... from the hub, or gsm8k=FILE; repeatable."""
-    draft: Path | None = None
+    draft: Annotated[Path | None, Read("drafter")] = None
     """Exported drafter, checkpoint or run folder."""
     server: ServerOptions
     concurrency: str | None = None
@@ -478,7 +485,7 @@ class EvaluateCommand(Settings):
 class VerifyCommand(Settings):
     """Options of `draftline verify`."""
 
-    folder: Annotated[Path, Word()]
+    folder: Annotated[Path, Word(), Read("proof")]
     """Exported drafter, with its proof."""
     server: ServerOptions
     limit: int | None = Field(None, ge=1)
@@ -490,7 +497,7 @@ class GenerateCommand(Settings):
     """Options of `draftline generate`."""
 
     target: NamedTarget
-    draft: Path
+    draft: Annotated[Path, Read("drafter")]
     """Exported drafter, checkpoint or run folder."""
     words: Annotated[tuple[str, ...], Word("PROMPT")] = ()
     """What the user says; - reads standard input."""
@@ -503,10 +510,10 @@ class GenerateCommand(Settings):
 class ExportCommand(Settings):
     """Options of `draftline export`."""
 
-    source: Annotated[Path, Word()]
+    source: Annotated[Path, Word(), Read("drafter")]
     """Run folder, checkpoint, or a drafter of another trainer."""
     out: NewFolder
-    target: str | None = None
+    target: Annotated[str | None, Read("target")] = None
     """Folder or hub name; the run's own if left out, which a run knows."""
     settings: ExportSettings
     layout: SlotLayout
@@ -518,10 +525,10 @@ class ExportCommand(Settings):
 class ImportCommand(Settings):
     """Options of `draftline import`."""
 
-    source: Annotated[Path, Word()]
+    source: Annotated[Path, Word(), Read("drafter")]
     """Folder of SpecForge, TorchSpec, ModelOpt, NeMo, speculators, z-lab."""
     out: NewFolder
-    target: str | None = None
+    target: Annotated[str | None, Read("target")] = None
     """Also check that it fits this target."""
     given: Given
     json_file: JsonFile = None

@@ -23,6 +23,7 @@ from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.errors import CheckpointError, ExportError, TargetError
 from draftline.formats.files import read_files
+from draftline.formats.folder import PROOF_FILE
 from draftline.formats.programs import (
     Reading,
     as_trained,
@@ -34,7 +35,6 @@ from draftline.formats.programs import (
     readings,
 )
 from draftline.formats.proof import (
-    PROOF_FILE,
     FileDifferences,
     Proof,
     decoding_differences,

@@ -30,10 +30,12 @@ from draftline.audit.subject import (
 from draftline.config import RunConfig
 from draftline.errors import CheckpointError, ConfigError, DraftlineError, TargetError
 from draftline.formats.dialects import describe
-from draftline.formats.files import read_config, read_files
-from draftline.formats.load import checkpoint_folder, load_drafter
+from draftline.formats.files import read_files
+from draftline.formats.folder import read_config
+from draftline.formats.load import load_drafter
 from draftline.options import Given
 from draftline.targets.model import Target, load_target
+from draftline.train.run_folder import checkpoint_folder
 
 Severity = Literal["error", "warning"]
 Status = Literal["ok", "found", "skipped", "crashed"]

@@ -30,14 +30,14 @@ from draftline.errors import CheckpointError, ConfigError, DataError
 from draftline.evaluate import generate
 from draftline.formats import write
 from draftline.formats.beginning import settings_of
-from draftline.formats.load import LoadedDrafter, checkpoint_folder
+from draftline.formats.load import LoadedDrafter
 from draftline.formats.programs import formats_for
 from draftline.records import CapturedSample, PackedBatch, Sample
 from draftline.run import Run, assemble
 from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
-from draftline.train.run_folder import RunFolder
+from draftline.train.run_folder import RunFolder, checkpoint_folder
 from draftline.train.step import Drafter, StepResult
 from draftline.transfer import pack as rows
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftline.commands.train import train_settings
+from draftline.commands.options import check_read
+from draftline.commands.train import check_places, train_settings
 from draftline.config import load_run_config
 from draftline.errors import ConfigError
 from draftline.options import AuditCommand, Given
@@ -31,18 +32,15 @@ def audit_words(options: AuditCommand) -> AuditReport:
     Raises:
         CheckpointError, ConfigError, DataError, TargetError: what is to be audited cannot be had.
     """
-    from draftline.audit.report import audit_checkpoint, audit_run_config, audit_run_folder, chosen_checks
-    from draftline.formats.files import read_config
-    from draftline.formats.load import checkpoint_folder
-    from draftline.targets.model import load_target
-
     recipe, config, select, ignore = options.recipe, options.config, options.select, options.ignore
-    chosen_checks(select, ignore)
     settings = [word for word in options.words if "=" in word and not Path(word).exists()]
     places = [word for word in options.words if word not in settings]
     flags = options.flags.words()
     if not places:
         wanted = train_settings(Path(), [*flags, *settings], recipe=recipe, config=config, resume=False)
+        check_places(wanted)
+        from draftline.audit.report import audit_run_config
+
         return audit_run_config(wanted, None, select, ignore)
     named = options.flags.target is not None
     of_a_run = [*settings, *(flag for flag in flags if not named or flag.startswith("data."))]
@@ -50,6 +48,13 @@ def audit_words(options: AuditCommand) -> AuditReport:
     for other in (*places[1:], *of_a_run):
         raise ConfigError(f"{places[0]} is audited as it is: leave out {other}, or the folder")
     place, target = Path(places[0]), load_run_config(None, flags).target if named else None
+    check_read("drafter", place)
+    from draftline.audit.report import audit_checkpoint, audit_run_folder, chosen_checks
+    from draftline.formats.folder import read_config
+    from draftline.targets.model import load_target
+    from draftline.train.run_folder import checkpoint_folder
+
+    chosen_checks(select, ignore)
     if checkpoint_folder(place) is not None:
         return audit_run_folder(place, None if target is None else load_target(target), select, ignore)
     read_config(place)

@@ -167,7 +167,7 @@ def evaluate_drafter(
 
 def _drafter_place(folder: Path) -> Path:
     """The folder itself, or the checkpoint that is read of a run, whatever link names it."""
-    from draftline.formats.load import checkpoint_folder
+    from draftline.train.run_folder import checkpoint_folder
 
     checkpoint = checkpoint_folder(folder)
     if checkpoint is None:

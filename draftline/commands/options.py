@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 from typer.core import TyperCommand, TyperOption
 
-from draftline.config import Flag, Settings, TargetConfig
+from draftline.config import Flag, Settings, TargetConfig, target_folder
 from draftline.errors import ConfigError
-from draftline.options import RunFlags, ServerOptions, Word, Written
+from draftline.options import Read, RunFlags, ServerOptions, Word, Written
 from draftline.storage import new_json, new_page, new_pictures, unused_folder
 
 
@@ -32,7 +32,33 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "page": new_page,
     "pictures": new_pictures,
 }
-"""How each kind of place is checked."""
+"""How each kind of place that is written is checked."""
+
+
+def check_read(kind: str, place: Any) -> None:
+    """Refuse what is to be read if it cannot be what it should be, before torch is loaded; none is none."""
+    from draftline.data.accounting import read_descriptions
+    from draftline.formats.folder import check_drafter, check_proof
+
+    checks: dict[str, Callable[[Any], object]] = {
+        "target": target_folder,
+        "prepared": read_descriptions,
+        "drafter": check_drafter,
+        "proof": check_proof,
+    }
+    if place is not None:
+        checks[kind](place)
+
+
+def checked(kind: str) -> Callable[[Any], Any]:
+    """`check_read` for places of a kind, as typer calls it."""
+
+    def check(place: Any) -> Any:
+        check_read(kind, place)
+        return place
+
+    return check
+
 
 WHAT, HOW, WHERE = "What", "How", "Where results go"
 """Under which the help lists options, in this order."""
@@ -118,15 +144,16 @@ def _parameter(name: str, field: FieldInfo, group: str) -> Parameter:
         kind, default = (kind, default) if field.is_required() else (kind | None, None)
     help_text = " ".join((field.description or "").split())
     word, least, most = _mark(field, Word), _mark(field, Ge), _mark(field, Le)
+    read, written = _mark(field, Read), _mark(field, Written)
+    callback = PLACES[written.kind] if written else checked(read.kind) if read else None
     info: Any
     if word is not None:
-        info = typer.Argument(help=help_text, metavar=word.metavar)
+        info = typer.Argument(help=help_text, metavar=word.metavar, callback=callback)
     else:
-        written = _mark(field, Written)
         further: dict[str, Any] = {
             "min": least and least.ge,
             "max": most and most.le,
-            "callback": written and PLACES[written.kind],
+            "callback": callback,
             "rich_help_panel": group,
         }
         info = typer.Option(_name(name, field), help=help_text, show_default=default is not True, **further)

@@ -46,6 +46,11 @@ def prepare_data(options: PrepareCommand) -> dict[str, Any]:
         ServerError: the server does not answer.
         DataError, StorageError, Interrupted: see `data.prepare.prepare`.
     """
+    from draftline.data.readers import resolve_sources
+
+    target, data, out = options.target, [*options.data, *options.more], options.out
+    settings = _generation_settings(options)
+    resolve_sources(data)  # before torch is loaded: a file that is not there is refused at once
     from draftline.data.answers import AnswerStore
     from draftline.data.dataset import ANSWERS_FILE
     from draftline.data.prepare import prepare
@@ -53,8 +58,6 @@ def prepare_data(options: PrepareCommand) -> dict[str, Any]:
     from draftline.data.template import ChatTemplate
     from draftline.targets.model import load_context_limit, load_target, load_tokenizer
 
-    target, data, out = options.target, [*options.data, *options.more], options.out
-    settings = _generation_settings(options)
     asked, limit = options.max_length, load_context_limit(target)
     if asked is not None and asked > limit:
         say(f"--max-length {asked} is lowered to {limit}, the most that target {target.name} reads")

@@ -33,11 +33,11 @@ def quickstart(options: QuickstartCommand) -> None:
 
     A second call goes on where the first one was interrupted.
     """
+    trained, result = run_quickstart(options.out)
     from rich.console import Console
 
     from draftline.evaluate.result import result_table
 
-    trained, result = run_quickstart(options.out)
     Console().print(result_table(result, str(options.out / "drafter")))
     if trained.heldout:
         print("held-out accuracy {accuracy:.3f}, streak at random anchors {streak:.2f}".format(**trained.heldout))
@@ -53,12 +53,12 @@ def run_quickstart(out: Path) -> tuple[RunResult, EvaluationResult]:
     Raises:
         StorageError: `out` holds something else.
     """
-    from draftline.engine.process import intra_op_threads
-
     if out.is_dir():
         remove_leftovers(out)
     if out.exists() and not (out.is_dir() and {path.name for path in out.iterdir()} <= LEAVES):
         raise StorageError(f"{out} holds something that is not a quickstart: name another folder with --out")
+    from draftline.engine.process import intra_op_threads
+
     with intra_op_threads(1):  # the model is tiny: more threads win little on idle cores and lose much on busy ones
         return _quickstart(out)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from draftline.commands.options import check_read
 from draftline.config import RunConfig, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
 from draftline.options import TrainCommand
@@ -17,11 +18,12 @@ if TYPE_CHECKING:
 
 def train(options: TrainCommand) -> None:
     """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
-    from draftline import run as runs
-
     words = [*options.flags.words(), *options.settings]
     wanted = train_settings(options.out, words, recipe=options.recipe, config=options.config, resume=options.resume)
-    check_codes(options.allow)  # before a target is loaded for nothing
+    check_places(wanted)
+    from draftline import run as runs  # slow to load: what can be refused without it is by now
+
+    check_codes(options.allow)
     run = runs.open_run(wanted, options.out, resume=options.resume)
     trained = examine_and_train(run, options.out, resume=options.resume, allow=options.allow)
     print(json.dumps(trained.to_json(), ensure_ascii=False))
@@ -53,6 +55,18 @@ def train_settings(
     if saved is None and config is None and not any(word.startswith("target.name=") for word in words):
         raise ConfigError("nothing says what to train for: give --target, --config, or --resume with a run")
     return load_run_config(config, words, saved or find_recipe(recipe or "default"))
+
+
+def check_places(config: RunConfig) -> None:
+    """Look at what a run reads, without loading anything.
+
+    Raises:
+        CheckpointError, DataError, TargetError: a place is not what it should be.
+    """
+    data = config.data
+    places = [("target", config.target.name), ("drafter", config.drafter.init_from)]
+    for kind, place in [*places, ("prepared", data.path), ("prepared", data.heldout_path)]:
+        check_read(kind, place)
 
 
 def check_codes(allow: Collection[str]) -> None:

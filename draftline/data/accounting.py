@@ -16,6 +16,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from draftline.data.conversations import Conversation, Message, hash_json
@@ -255,3 +256,23 @@ def options_label(options: Mapping[str, Any]) -> str:
 def count_label(counts: Counter[str], label: str) -> None:
     """Count a label; from `MOST_LABELS` different ones on, new ones are counted as others."""
     counts[label if label in counts or len(counts) < MOST_LABELS else OTHERS] += 1
+
+
+def read_descriptions(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a folder that `draftline prepare` completed says of itself: its description, and its report.
+
+    Raises:
+        DataError: one of them is not there, or cannot be read.
+    """
+    try:
+        meta, report = (json.loads((folder / name).read_text()) for name in (META_FILE, REPORT_FILE))
+    except (OSError, ValueError) as error:
+        raise incomplete(folder) from error
+    return meta, report
+
+
+def incomplete(folder: Path) -> DataError:
+    """What is said of a folder that is no prepared data."""
+    return DataError(
+        f"{folder} is not a complete prepared data set; run `draftline prepare ... --out` with this folder"
+    )

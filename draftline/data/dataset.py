@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 
 from draftline.config import RunConfig
-from draftline.data.accounting import META_FILE, REPORT_FILE
+from draftline.data.accounting import META_FILE, REPORT_FILE, incomplete, read_descriptions
 from draftline.data.split import HeldoutPrompts
 from draftline.errors import ConfigError, DataError
 from draftline.records import Sample
@@ -99,14 +99,11 @@ class PreparedDataset:
         """Map a folder that `draftline prepare` completed."""
         folder = Path(folder)
         try:
-            meta = json.loads((folder / META_FILE).read_text())
-            report = json.loads((folder / REPORT_FILE).read_text())
+            meta, report = read_descriptions(folder)
             rows = np.load(folder / ROWS_FILE, mmap_mode="r")
             ids, mask = _map(folder / IDS_FILE, np.dtype(np.int32)), _map(folder / MASK_FILE, np.dtype(np.uint8))
         except (OSError, ValueError) as error:
-            raise DataError(
-                f"{folder} is not a complete prepared data set; run `draftline prepare ... --out` with this folder"
-            ) from error
+            raise incomplete(folder) from error
         if meta.get("format") != FORMAT or len(ids) != len(mask):
             raise DataError(f"{folder} was prepared by another version of Draftline; run `draftline prepare` again")
         return PreparedDataset(folder, rows, meta, report, ids, mask)

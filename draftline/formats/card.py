@@ -15,7 +15,8 @@ from draftline.data.accounting import ChatMode
 from draftline.data.dataset import PreparedDataset
 from draftline.errors import DataError
 from draftline.formats.programs import Reader, Serving, serving_command, serving_notes
-from draftline.train.checkpoint import StateFile, checkpoint_folder, read_state
+from draftline.train.checkpoint import StateFile, read_state
+from draftline.train.run_folder import checkpoint_folder
 
 CARD_KEY = "draftline"
 """Entry of the card's front matter that programs of Draftline read; other readers of cards ignore it."""

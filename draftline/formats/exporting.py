@@ -34,8 +34,8 @@ from draftline.options import ExportSettings, Given
 from draftline.records import Sample
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import TINY_FOLDER, Target
-from draftline.train.checkpoint import checkpoint_folder, read_record, run_of
-from draftline.train.run_folder import RunFolder
+from draftline.train.checkpoint import read_record, run_of
+from draftline.train.run_folder import RunFolder, checkpoint_folder
 
 _TOKENS = 64
 

@@ -23,6 +23,7 @@ from draftline.config import DFlashConfig, ExportDtype
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import mapping_fault
 from draftline.errors import CheckpointError, ExportError
+from draftline.formats.folder import read_config
 from draftline.storage import new_folder
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -78,28 +79,6 @@ def read_files(folder: Path) -> DrafterFiles:
     files = DrafterFiles(folder, tree, tensors, _written_shape(header, folder))
     _check_dtype(files)
     return files
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """`config.json` of a drafter's folder.
-
-    Raises:
-        CheckpointError: there is none, or it is not JSON.
-    """
-    path = folder / "config.json"
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder: its config.json cannot be read; give a drafter's folder")
-    try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}): {folder} is not a drafter, or only half of one was copied"
-        ) from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON ({error}): copy or export the drafter again") from error
-    if not isinstance(tree, dict) or not isinstance(tree.get("dflash_config", {}), dict):
-        raise CheckpointError(f"{path} does not describe a drafter: give a folder written by `draftline export`")
-    return tree
 
 
 def write_folder(

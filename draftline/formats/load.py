@@ -24,7 +24,8 @@ from draftline.formats.files import DrafterFiles, build_drafter, compare_with_he
 from draftline.options import Given
 from draftline.targets.layers import check_target_layer_ids
 from draftline.targets.model import Target
-from draftline.train.checkpoint import checkpoint_folder, load_draft_model
+from draftline.train.checkpoint import load_draft_model
+from draftline.train.run_folder import checkpoint_folder
 
 T = TypeVar("T", int, bool)
 

@@ -29,11 +29,11 @@ from draftline.data.conversations import hash_json
 from draftline.errors import CheckpointError, DataError, TargetError
 from draftline.evaluate.replay import ROUNDING, KeptAnswer, Replay, keep_answers, replay_answers
 from draftline.formats.files import DrafterFiles, canonical, read_files
+from draftline.formats.folder import PROOF_FILE
 from draftline.formats.load import load_drafter
 from draftline.storage import write_text
 from draftline.targets.model import Target, stop_token_ids, weights_fingerprint
 
-PROOF_FILE = "draftline_proof.json"
 VERSION = 1
 
 MAX_NEW_TOKENS = 32

@@ -17,7 +17,8 @@ from draftline.errors import CheckpointError, ConfigError, DataError, TemplateEr
 from draftline.formats.proof import ProofPrompts, other_target, read_proof
 from draftline.records import Sample
 from draftline.targets.model import TINY_FOLDER, Target
-from draftline.train.checkpoint import checkpoint_folder, read_record
+from draftline.train.checkpoint import read_record
+from draftline.train.run_folder import checkpoint_folder
 
 COUNT = 20
 """Prompts of a proof."""

@@ -34,7 +34,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from draftline.config import TargetConfig
+from draftline.config import TargetConfig, target_folder
 from draftline.data.template import ChatTemplate
 from draftline.errors import TargetError, TemplateError
 from draftline.storage import new_folder, reason_of, unused_folder
@@ -384,15 +384,8 @@ def _locate(name: str) -> tuple[str, bool]:
     Raises:
         TargetError: no such folder, a folder without config.json, or no such model on the hub.
     """
-    if name == "tiny":
-        name = str(TINY_FOLDER)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise TargetError(f"target {name} has no config.json: give a folder written by save_pretrained")
+    if folder := target_folder(str(TINY_FOLDER) if name == "tiny" else name):
         return str(folder), True
-    if folder.exists() or folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-        raise TargetError(f"target {name} is not a folder: give tiny, smollm2, a Hugging Face folder or a hub name")
     try:
         HfApi().model_info(name, timeout=_HUB_TIMEOUT)
     except (RepositoryNotFoundError, HFValidationError) as error:

@@ -29,7 +29,7 @@ from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError
 from draftline.storage import new_folder, reason_of, remove_folder, remove_leftovers
-from draftline.train.run_folder import STATE_FILE, RunFolder
+from draftline.train.run_folder import STATE_FILE, RunFolder, checkpoint_folder
 
 FORMAT_VERSION = 1
 _USE_ANOTHER = "copy the checkpoint again, or delete it and use an earlier one"
@@ -235,17 +235,6 @@ def load_draft_model(folder: Path) -> DFlashDraftModel:
         raise _other_version(folder) from error
     load_weights(model, weights, folder)
     return model.eval()
-
-
-def checkpoint_folder(folder: Path) -> Path | None:
-    """The checkpoint that a run of ours offers: its best, else its last; the folder itself if it is one; else None."""
-    run = RunFolder(folder)
-    for place in (folder, run.checkpoint("best"), run.checkpoint("last")):
-        if place is not None and (
-            (place / STATE_FILE).is_file() or place.resolve().parent == run.checkpoints.resolve()
-        ):
-            return place  # one of ours without its state is damaged; reading it says so
-    return None
 
 
 def run_of(folder: Path) -> RunFolder | None:

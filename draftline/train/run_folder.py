@@ -507,3 +507,14 @@ def _device_names() -> list[str]:
     import torch
 
     return [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())] or ["cpu"]
+
+
+def checkpoint_folder(folder: Path) -> Path | None:
+    """The checkpoint that a run of ours offers: its best, else its last; the folder itself if it is one; else None."""
+    run = RunFolder(folder)
+    for place in (folder, run.checkpoint("best"), run.checkpoint("last")):
+        if place is not None and (
+            (place / STATE_FILE).is_file() or place.resolve().parent == run.checkpoints.resolve()
+        ):
+            return place  # one of ours without its state is damaged; reading it says so
+    return None

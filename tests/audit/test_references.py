@@ -29,7 +29,7 @@ from draftline.audit.reference import (
     target_forward,
     visible,
 )
-from draftline.formats.files import read_config
+from draftline.formats.folder import read_config
 from draftline.formats.programs import read_as
 from draftline.formats.write import export_zlab
 from draftline.records import Sample

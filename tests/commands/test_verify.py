@@ -11,7 +11,8 @@ import pytest
 
 from draftline.cli import run
 from draftline.evaluate.replay import KeptAnswer
-from draftline.formats.proof import PROOF_FILE, read_proof
+from draftline.formats.folder import PROOF_FILE
+from draftline.formats.proof import read_proof
 from tests.evaluate.engine_servers import Answer, EngineServer, Program
 from tests.formats.proofs import TENSOR_EDITS, edit_folder, edit_proof, proven_folder
 

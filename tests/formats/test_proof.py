@@ -16,8 +16,9 @@ from draftline.errors import CheckpointError
 from draftline.evaluate.generate import generate
 from draftline.formats.exporting import export_drafter, import_drafter
 from draftline.formats.files import ExportDtype
+from draftline.formats.folder import PROOF_FILE
 from draftline.formats.load import load_drafter
-from draftline.formats.proof import PROOF_FILE, ProofPrompts, other_target, read_proof, write_proof
+from draftline.formats.proof import ProofPrompts, other_target, read_proof, write_proof
 from draftline.formats.proof_prompts import choose_prompts
 from draftline.formats.write import export_speculators, export_zlab
 from draftline.options import ExportSettings
