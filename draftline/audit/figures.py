@@ -1,260 +1,401 @@
-"""EVL010 and EVL011: is what `evaluate` reports what happened, and does it ask what its settings say?
+"""EVL010: is what `evaluate` reports what happened?
 
-Figures are compared with counts by hand over answers whose accepted tokens are made up. Prompts of several turns are
-rendered by the tokenizer alone, and their answers decoded again, each with the generator of its place.
+Made-up answers, of which is known what stood in each forward, go through the function that sums up an evaluation; every
+field of its result is counted again, forward by forward, and every interval drawn again, prompt by prompt. The drafter
+is a stand-in of known errors, so that walks have something to walk over.
 """
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import jinja2
 import numpy as np
 import torch
-from jinja2 import meta
-from transformers import PreTrainedTokenizerBase
+from numpy.typing import NDArray
 
+from draftline.audit.evaluation import OracleDrafter, one_round, own_answer
 from draftline.audit.probe import Probe
+from draftline.audit.reference import target_forward
 from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.data.conversations import Conversation, Message
 from draftline.data.prompts import Prompt
-from draftline.errors import TargetError, TemplateError
-from draftline.evaluate import answer as answer_module
-from draftline.evaluate import benchmark, generate
+from draftline.data.render import text_pieces
+from draftline.errors import TargetError
+from draftline.evaluate import acceptance, benchmark
 from draftline.evaluate.answer import DecodedTurn
 from draftline.evaluate.generate import Generation
-from draftline.evaluate.result import EvaluationResult
 from draftline.options import EvaluationSettings, Sampling
 from draftline.targets import model as model_module
 
-_ACCEPTED = ([[0, 2, 7, 1], [3]], [[1, 0, 0]], [[9, 9, 9, 9, 0, 2, 9, 9, 9]])
-"""Drafted tokens that stood, by prompt, turn and forward; as many as a block has, at most."""
+
+@dataclass(frozen=True)
+class _Made:
+    """A made-up turn: its prompt, tokens that stood in each forward, and what is not as usual.
+
+    Attributes:
+        cut: tokens by which the output ends before its last block does.
+        other: place of the token in which it is not the plain answer; none: it is.
+    """
+
+    prompt: int
+    accepted: tuple[int, ...]
+    cut: int = 0
+    other: int | None = None
+
+
+_TURNS = (
+    _Made(0, (0, 2, 7, 1)),
+    _Made(0, (3,), other=2),
+    _Made(1, (1, 0, 0)),
+    _Made(2, (9, 9, 9, 9, 0, 2, 9, 9, 9), other=1),
+    _Made(3, (2, 9), cut=1),
+    _Made(4, (0, 0, 1, 0)),
+    *(_Made(5 + n, (1 + n % 2, 2, n % 3), other=1 if n == 4 else None) for n in range(8)),
+)
+"""Tokens that stood, as many as are checked at most. The first prompt is a dialogue, and has a turn more that is not
+asked; one is the one before it again; files are two, and outputs fall into two ranges of lengths and places. There are
+so many prompts that intervals do not reach the bounds."""
+
+_FILES = ("first", "first", *("second",) * 11)
+_MODULUS = 5
+"""Of the stand-in's errors, so that its walks have jumps of many lengths."""
+
+_DRAWS, _TAIL, _TAIL_OF_FEW, _LEAST_TAIL = 1000, 0.02, 0.1, 0.005
+_BUCKETS = ((32, "1 to 32"), (128, "33 to 128"), (512, "129 to 512"))
+
 
 _SAMPLED = Sampling(temperature=1.4)
-_SEED, _ANSWER_TOKENS = 11, 4
 _COUNT = "sums over forwards before the division; a place counts where all before it stood; macro: one vote a prompt"
-_ASK = "render all that was said with the options of the settings; decode with their sampling, a generator a turn"
 
 
 @check("EVL010", "figures of an evaluation are not those of its answers", needs=("EVL003",))
 def figures(probe: Probe) -> Problem | None:
-    drafted = probe.subject.draft_model.config.num_speculative_tokens
-    result = _summarised(probe, drafted)
-    wanted, found = _by_hand(drafted), result.to_json()
-    for name, value in wanted.items():
-        if not _same(found.get(name), value):
-            return Problem(f"with known answers, {name} is {found.get(name)}, counted by hand {value}", _COUNT)
-    low, high = result.acceptance_length_interval
-    if not low <= result.acceptance_length <= high:
-        return Problem(
-            f"the interval {low:.3f} to {high:.3f} leaves out its value {result.acceptance_length:.3f}", _COUNT
-        )
+    target = probe.subject.target
+    if target.tokenizer is None or not target.tokenizer.chat_template:
+        raise NotApplicable("the target has no chat template")
+    drafter = OracleDrafter(probe, own_answer(probe), _MODULUS)
+    few = max(1, drafter.config.num_speculative_tokens - 2)
+    try:
+        for settings in (
+            EvaluationSettings(num_speculative_tokens=few, max_new_tokens=99),
+            EvaluationSettings(sampling=_SAMPLED, template_options={"a": 1}, system_prompt="s"),
+        ):
+            with one_round():
+                wrong = _wrong_figure(probe, drafter, settings)
+            if wrong is not None:
+                return Problem(f"with known answers, {wrong}", _COUNT)
+    except TargetError as error:  # the cost of a round is measured by decoding
+        raise NotApplicable(f"this target is not decoded here: {error}") from error
     return None
+
+
+def _wrong_figure(probe: Probe, drafter: OracleDrafter, settings: EvaluationSettings) -> str | None:
+    """The first field of a result that is not what it is counted by hand, in words."""
+    checked = settings.num_speculative_tokens or drafter.config.num_speculative_tokens
+    prompts, turns = _made_up(probe, checked)
+    result = benchmark.summarise(probe.subject.target, drafter, prompts, turns, settings, None)  # type: ignore[arg-type]
+    found, wanted = result.to_json(), _by_hand(probe, drafter, prompts, turns, settings)
+    for name in (*wanted, *found):
+        if name in _BY_RULE:
+            continue
+        if name not in wanted or not _same(found.get(name), wanted[name]):
+            return f"{name} is {found.get(name)}, counted by hand {wanted.get(name)}"
+    rows = found["by_draft_length"]
+    plain = [row["speedup"] * row["seconds_per_round"] / row["acceptance_length"] for row in rows]
+    if not all(math.isclose(seconds, plain[0], rel_tol=1e-9) for seconds in plain):
+        return f"speed-ups by number of checked tokens are to rounds of {plain} seconds"
+    best = max(rows, key=lambda row: float(row["speedup"]))["num_speculative_tokens"]
+    lengths = [(row["num_speculative_tokens"], row["acceptance_length"]) for row in rows]
+    by_hand = list(enumerate(_lengths_by_checked(probe, drafter, turns, settings, found), start=1))
+    if not _same(list(map(list, lengths)), list(map(list, by_hand))) or found["best_num_speculative_tokens"] != best:
+        return f"by number of checked tokens the lengths are {lengths}, walked by hand {by_hand}"
+    asked = 1 + (abs((wanted["teacher_forced_acceptance_length"] or math.nan) / wanted["acceptance_length"] - 1) > 0.05)
+    if len(found["warnings"]) != asked + 1:
+        return f"the warnings are {found['warnings']}: a turn was not asked, a prompt is there twice"
+    return None
+
+
+_BY_RULE = {"by_draft_length", "best_num_speculative_tokens", "warnings"}
+"""Fields of which some part is the clock's, or words."""
 
 
 def _same(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, Mapping):
-        return isinstance(found, Mapping) and all(_same(found.get(name), value) for name, value in wanted.items())
-    if isinstance(wanted, list):
-        return isinstance(found, list) and len(found) == len(wanted) and all(map(_same, found, wanted))
+        return isinstance(found, Mapping) and found.keys() == wanted.keys() and all(
+            _same(found[name], value) for name, value in wanted.items()
+        )  # fmt: skip
+    if isinstance(wanted, list | tuple):
+        return isinstance(found, list | tuple) and len(found) == len(wanted) and all(map(_same, found, wanted))
+    if isinstance(wanted, _Near):
+        return isinstance(found, float) and abs(found - wanted) <= wanted.spread
     if isinstance(wanted, float):
-        return isinstance(found, int | float) and math.isclose(found, wanted, rel_tol=1e-9)
+        return isinstance(found, int | float) and math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-12)
     return bool(found == wanted)
 
 
-def _stood(drafted: int) -> list[list[list[int]]]:
-    """`_ACCEPTED` for blocks of so many drafted tokens."""
-    return [[[min(count, drafted) for count in turn] for turn in turns] for turns in _ACCEPTED]
+def _made_up(probe: Probe, checked: int) -> tuple[list[Prompt], list[DecodedTurn]]:
+    """Prompts, and both answers to each of their turns; the words of prompts are those of nobody."""
+    ids, turns, said = own_answer(probe).ids, list[DecodedTurn](), dict[int, list[Message]]()
+    for number, made in enumerate(_TURNS):
+        accepted = [min(count, checked) for count in made.accepted]
+        length = 1 + sum(count + 1 for count in accepted) - made.cut
+        plain = [ids[(9 + number + i) % len(ids)] for i in range(length)]
+        output = list(plain)
+        if made.other is not None:
+            output[made.other] = next(i for i in ids if i != plain[made.other])
+        history, turn = said.setdefault(made.prompt, []), sum(one.prompt == made.prompt for one in _TURNS[:number])
+        history += [
+            Message(role="user", content=f"{_words(made.prompt)} {turn}"),
+            Message(role="assistant", content="a"),
+        ]
+        blocks = [[0] * checked for _ in accepted]
+        drafted = Generation(output, accepted, blocks, replayed_forwards=number)
+        turns.append(
+            DecodedTurn(
+                made.prompt, turn, Conversation(messages=tuple(history)), ids[: 9 + number], drafted,
+                Generation(plain), 2.0 + number, 5.0 + number,
+            )
+        )  # fmt: skip
+    prompts = [
+        Prompt(
+            _FILES[i], i + 1, Conversation(messages=(*(m for m in words if m.role == "user"), *_not_asked(i)))
+        )
+        for i, words in said.items()
+    ]  # fmt: skip
+    return prompts, turns
 
 
-def _summarised(probe: Probe, drafted: int) -> EvaluationResult:
-    """Made-up turns through the function that sums up an evaluation; sampled, so that nothing is decoded again."""
-    target = probe.subject.target
-    if target.tokenizer is None or not target.tokenizer.chat_template:
-        raise NotApplicable("the target has no chat template")
-    token, turns, prompts = int(probe.samples[0].input_ids[0]), [], []
-    for index, answers in enumerate(_stood(drafted)):
-        said: list[Message] = []
-        for turn, accepted in enumerate(answers):
-            said += [Message(role="user", content=f"{index} {turn}"), Message(role="assistant", content="a")]
-            output = [token] * (1 + sum(count + 1 for count in accepted))
-            generation = Generation(output, accepted, [[token] * drafted] * len(accepted))
-            dialogue = Conversation(messages=tuple(said))
-            turns.append(DecodedTurn(index, turn, dialogue, [token], generation, Generation(output[:-1]), 2.0, 5.0))
-        asked = tuple(message for message in said if message.role == "user")
-        prompts.append(Prompt("first" if index < 2 else "second", index + 1, Conversation(messages=asked)))
-    settings = EvaluationSettings(sampling=_SAMPLED)
-    try:
-        return benchmark.summarise(target, probe.subject.draft_model, prompts, turns, settings, None)
-    except TargetError as error:  # the cost of a round is measured by decoding
-        raise NotApplicable(f"this target is not decoded here: {error}") from error
+def _words(prompt: int) -> int:
+    """The fifth prompt is the fourth again."""
+    return 3 if prompt == 4 else prompt
 
 
-def _by_hand(drafted: int) -> dict[str, Any]:
-    """What is to be reported of `_ACCEPTED`, forward by forward."""
-    prompts = [[count for turn in turns for count in turn] for turns in _stood(drafted)]
-    every = [count for counts in prompts for count in counts]
-    turns = [turn for each in _stood(drafted) for turn in each]
-    lengths = [sum(count + 1 for count in counts) / len(counts) for counts in prompts]
+def _not_asked(prompt: int) -> tuple[Message, ...]:
+    """A turn more of the first prompt."""
+    return () if prompt else (Message(role="user", content="not asked"),)
 
-    def share(number: Callable[[int], int], of: Callable[[int], int]) -> list[float | None]:
-        return [number(k) / of(k) if of(k) else None for k in range(1, drafted + 1)]
 
-    def reached(place: int) -> int:
-        return sum(count >= place for count in every)
+class _Forward(NamedTuple):
+    """A forward: its prompt, where in the output its first token stands, how many it gave, drafted tokens that stood,
+    and the length of the whole output."""
 
-    tokens = sum(count + 1 for count in every)
-    parts = [(name, sum(of), len(of)) for name, of in _parts(prompts).items()]
+    prompt: int
+    place: int
+    given: int
+    stood: int
+    length: int
+
+
+def _by_prompt(forwards: Sequence[_Forward], prompts: Iterable[int]) -> list[tuple[int, int]]:
+    """Tokens and forwards of each prompt."""
+    mine = [[one.given for one in forwards if one.prompt == prompt] for prompt in prompts]
+    return [(sum(given), len(given)) for given in mine]
+
+
+def _by_hand(
+    probe: Probe,
+    drafter: OracleDrafter,
+    prompts: Sequence[Prompt],
+    turns: Sequence[DecodedTurn],
+    settings: EvaluationSettings,
+) -> dict[str, Any]:
+    """Every field of a result, forward by forward."""
+    target, greedy = probe.subject.target, settings.sampling.greedy
+    checked = settings.num_speculative_tokens or drafter.config.num_speculative_tokens
+    bounds = (1.0, checked + 1.0)
+    forwards = list[_Forward]()
+    for turn in turns:
+        place, length = 2, len(turn.drafted.output_ids)
+        for stood in turn.drafted.accepted_per_forward:
+            given = min(stood + 1, length - place + 1)
+            forwards.append(_Forward(turn.prompt, place, given, stood, length))
+            place += given
+    numbers = range(len(prompts))
+    pairs = _by_prompt(forwards, numbers)
+    lengths = [tokens / count for tokens, count in pairs]
+
+    def reached(place: int, prompt: int | None = None) -> int:
+        return sum(one.stood >= place for one in forwards if prompt in (None, one.prompt))
+
+    def share(conditional: bool) -> tuple[list[float | None], list[tuple[float, float]]]:
+        rates, intervals = list[float | None](), list[tuple[float, float]]()
+        for k in range(1, checked + 1):
+            before = k - 1 if conditional else 0
+            rates.append(reached(k) / reached(before) if reached(before) else None)
+            intervals.append(_interval([(reached(k, p), reached(before, p)) for p in numbers], (0.0, 1.0)))
+        return rates, intervals
+
+    def parts(name_of: Callable[[_Forward], str], order: Callable[[_Forward], int]) -> list[dict[str, Any]]:
+        groups = dict[str, list[_Forward]]()
+        for one in sorted(forwards, key=order):
+            groups.setdefault(name_of(one), []).append(one)
+        made = []
+        for name, mine in groups.items():
+            counted = _by_prompt(mine, dict.fromkeys(one.prompt for one in mine))
+            tokens, count = sum(t for t, _ in counted), len(mine)
+            figures = {"name": name, "prompts": len(counted), "tokens": tokens, "forwards": count}
+            interval = _interval(counted, bounds)
+            made.append({**figures, "acceptance_length": tokens / count, "acceptance_length_interval": interval})
+        return made
+
+    differing = [i for i, turn in enumerate(turns) if turn.drafted.output_ids != turn.plain.output_ids]
+    equal = [(int(all(turns[i].prompt != p for i in differing)), 1) for p in numbers]
+    walks = _walked(probe, drafter, turns, checked) if greedy else []
+    kept = [one.stood for one in forwards]
+    drafted_tokens, seconds = sum(len(t.drafted.output_ids) for t in turns), sum(t.drafted_seconds for t in turns)
+    plain_tokens, plain_seconds = sum(len(t.plain.output_ids) for t in turns), sum(t.plain_seconds for t in turns)
+    rates, rate_intervals = share(conditional=False)
+    conditional, conditional_intervals = share(conditional=True)
+    speeds = (drafted_tokens / seconds, plain_tokens / plain_seconds)
+    told = dict(settings.template_options)
     return {
-        "acceptance_length": tokens / len(every),
+        "acceptance_length": sum(t for t, _ in pairs) / sum(n for _, n in pairs),
+        "acceptance_length_interval": _interval(pairs, bounds),
         "acceptance_length_macro": sum(lengths) / len(lengths),
-        "acceptance_rate_by_position": share(reached, lambda _: len(every)),
-        "conditional_acceptance_rate_by_position": share(reached, lambda k: reached(k - 1)),
-        "accepted_histogram": [every.count(k) for k in range(drafted + 1)],
+        "acceptance_length_macro_interval": _interval([(length, 1) for length in lengths], bounds),
+        "acceptance_rate_by_position": rates,
+        "acceptance_rate_by_position_interval": rate_intervals,
+        "conditional_acceptance_rate_by_position": conditional,
+        "conditional_acceptance_rate_by_position_interval": conditional_intervals,
+        "accepted_histogram": [kept.count(k) for k in range(checked + 1)],
         "counts": {
-            "output_tokens": tokens + len(turns),
-            "target_forwards": len(every),
-            "replayed_forwards": 0,
-            "drafted_tokens": drafted * len(every),
-            "verified_tokens": sum(min(count + 1, drafted) for count in every),
-            "accepted_tokens": sum(every),
+            "output_tokens": drafted_tokens,
+            "target_forwards": len(forwards),
+            "replayed_forwards": sum(range(len(turns))),
+            "drafted_tokens": checked * len(forwards),
+            "verified_tokens": sum(min(count + 1, checked) for count in kept),
+            "accepted_tokens": sum(kept),
         },
-        "by_file": [
-            {"name": name, "tokens": given, "forwards": forwards, "acceptance_length": given / forwards}
-            for name, given, forwards in parts
-        ],
+        "by_file": parts(lambda one: _FILES[one.prompt], lambda _: 0),
+        "by_output_length": parts(lambda one: _bucket(one.length), lambda one: one.length),
+        "by_output_position": parts(lambda one: _bucket(one.place), lambda one: one.place),
+        "greedy_equal": sum(a for a, _ in equal) / len(equal) if greedy else None,
+        "greedy_equal_interval": _interval(equal, (0.0, 1.0)) if greedy else (None, None),
         "prompts": len(prompts),
-        "tokens_per_second": (tokens + len(turns)) / (2.0 * len(turns)),
-        "baseline_tokens_per_second": tokens / (5.0 * len(turns)),
+        "differences": [_difference(probe, i, turns[i]) for i in differing] if greedy else [],
+        "teacher_forced_acceptance_length": sum(t for t, _ in walks) / sum(n for _, n in walks) if greedy else None,
+        "teacher_forced_acceptance_length_interval": _interval(walks, bounds) if greedy else (None, None),
+        "tokens_per_second": speeds[0],
+        "baseline_tokens_per_second": speeds[1],
+        "speedup": speeds[0] / speeds[1],
+        "target": target.name,
+        "target_dtype": str(target.dtype).partition(".")[2],
+        "target_weights": model_module.weights_fingerprint(target.model),
+        "drafter": None,
+        "drafter_weights": model_module.weights_fingerprint(drafter),
+        "settings": settings.model_dump(),
+        "mode": {
+            "thinking": {"without_reasoning": len(prompts)},
+            "system_prompts": {"none": len(prompts)},
+            "template_options": {json.dumps(told, sort_keys=True): len(prompts)},
+        },
+        "trained_mode": None,
+        "per_prompt": [
+            {
+                "file": _FILES[turn.prompt],
+                "number": turn.prompt + 1,
+                "turn": 1 + sum(other.prompt == turn.prompt for other in turns[:i]),
+                "asked": f"{_words(turn.prompt)} {turn.turn}",
+                "input_ids": turn.input_ids,
+                "output_ids": turn.drafted.output_ids,
+                "text_pieces": text_pieces(target.require_tokenizer(), turn.drafted.output_ids),
+                "target_forwards": len(turn.drafted.accepted_per_forward),
+                "accepted_per_forward": turn.drafted.accepted_per_forward,
+            }
+            for i, turn in enumerate(turns)
+        ],
     }
 
 
-def _parts(prompts: Sequence[Sequence[int]]) -> dict[str, list[int]]:
-    """Tokens given by each forward, by file."""
-    given = [[count + 1 for count in counts] for counts in prompts]
-    return {"first": given[0] + given[1], "second": given[2]}
+def _bucket(length: int) -> str:
+    return next(name for bound, name in _BUCKETS if length <= bound)
 
 
-@check("EVL011", "prompts are put to the target otherwise than the settings say", needs=("EVL001", "EVL008"))
-def asked(probe: Probe) -> Problem | None:
-    """A dialogue of two turns and a single prompt, sampled, with a template option that changes what is rendered."""
-    target, model, tokenizer = probe.subject.target, probe.subject.draft_model, probe.subject.target.tokenizer
-    if tokenizer is None or not tokenizer.chat_template:
-        raise NotApplicable("the target has no chat template")
-    words = [Message(role="user", content=text) for text in ("Name a colour.", "Name another one.")]
-    options = an_option(tokenizer, [word.for_template() for word in words[:1]])
-    system = None if _refuses_system(tokenizer) else "Be brief."
-    settings = EvaluationSettings(
-        max_new_tokens=_ANSWER_TOKENS, sampling=_SAMPLED, seed=_SEED, system_prompt=system, template_options=options
-    )
-    before = Prompt("audit", 1, Conversation(messages=tuple(words[:1])))
-    try:
-        result = benchmark.evaluate_prompts(
-            target, model, [before, Prompt("audit", 2, Conversation(messages=tuple(words)))], settings
-        )
-        answer = answer_module.answer_prompt(
-            target,
-            model,
-            words[0].content,
-            EvaluationSettings(max_new_tokens=_ANSWER_TOKENS, sampling=_SAMPLED, seed=_SEED),
-        )
-    except (TargetError, TemplateError) as error:
-        raise NotApplicable(f"this target is not asked here: {error}") from error
-    heard: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    for turn, found in enumerate(result.per_prompt[1:]):
-        heard.append({"role": "user", "content": words[turn].content})
-        ids = _rendered(tokenizer, heard, options)
-        if found.input_ids != ids:
-            return _otherwise(tokenizer, f"turn {turn + 1} of a dialogue", found.input_ids, ids)
-        wanted = _sampled(probe, ids, _generator_of(probe, 1, turn))
-        if found.output_ids != wanted:
-            return _answered(f"turn {turn + 1} of a dialogue", found.output_ids, wanted)
-        said = str(tokenizer.decode([i for i in wanted if i not in _stops(probe)], clean_up_tokenization_spaces=False))
-        if "</think>" in said:
-            break  # how reasoning goes into a history is the template's matter
-        heard.append({"role": "assistant", "content": said})
-    seeded = torch.Generator(target.device).manual_seed(_SEED)
-    wanted = _sampled(probe, _rendered(tokenizer, [{"role": "user", "content": words[0].content}], {}), seeded)
-    return None if answer.output_ids == wanted else _answered("a single prompt", answer.output_ids, wanted)
+def _difference(probe: Probe, number: int, turn: DecodedTurn) -> dict[str, Any]:
+    """Where an output parts from the plain one, and how far the logits of the two tokens are apart."""
+    found, plain = turn.drafted.output_ids, turn.plain.output_ids
+    place = next(i for i, (a, b) in enumerate(zip(found, plain, strict=True)) if a != b)
+    ids = torch.tensor([*turn.input_ids, *plain[:place]])
+    logits = target_forward(probe.subject.target, ids).logits[-1].float()
+    gap = float((logits[found[place]] - logits[plain[place]]).abs())
+    return {"turn": number, "token": place, "logit_gap": _Near(gap, 0.02 * float(logits.abs().max()))}
 
 
-def _otherwise(tokenizer: PreTrainedTokenizerBase, what: str, found: Sequence[int], wanted: Sequence[int]) -> Problem:
-    texts = (str(tokenizer.decode(list(ids)))[-80:] for ids in (found, wanted))
-    return Problem("{} is asked as ..{!r}, by the template and the settings ..{!r}".format(what, *texts), _ASK)
+class _Near(float):
+    """A number that is computed in another way, so that it is the same but for rounding."""
+
+    spread: float
+
+    def __new__(cls, value: float, spread: float) -> _Near:
+        made = super().__new__(cls, value)
+        made.spread = spread
+        return made
 
 
-def _answered(what: str, found: Sequence[int], wanted: Sequence[int]) -> Problem:
-    how = f"sampled at temperature {_SAMPLED.temperature:g}"
-    return Problem(f"{what}, {how}, is answered {list(found)}, decoding says {list(wanted)}", _ASK)
+def _walked(probe: Probe, drafter: OracleDrafter, turns: Sequence[DecodedTurn], checked: int) -> list[tuple[int, int]]:
+    """Tokens and jumps of each prompt, from the streaks at every token of its plain answers."""
+    sums = dict[int, tuple[int, int]]()
+    for turn, streaks in zip(turns, _streaks(probe, drafter, turns), strict=True):
+        place = jumps = 0
+        while place < len(streaks):
+            place, jumps = place + min(streaks[place], checked) + 1, jumps + 1
+        tokens, before = sums.get(turn.prompt, (0, 0))
+        sums[turn.prompt] = (tokens + len(turn.plain.output_ids) - 1, before + jumps)
+    return list(sums.values())
 
 
-def _sampled(probe: Probe, ids: Sequence[int], generator: torch.Generator) -> list[int]:
-    """The answer of the decoder to a rendered prompt."""
-    target = probe.subject.target
-    made = generate.generate(
-        target,
-        probe.subject.draft_model,
-        torch.tensor([list(ids)], device=target.device),
-        max_new_tokens=_ANSWER_TOKENS,
-        stop_token_ids=_stops(probe),
-        sampling=_SAMPLED,
-        generator=generator,
-    )
-    return made.output_ids
+def _streaks(probe: Probe, drafter: OracleDrafter, turns: Sequence[DecodedTurn]) -> list[list[int]]:
+    """Right tokens in a row, from each token of the plain answers; EVL005 looks at how they are had."""
+    pairs = [(turn.input_ids, turn.plain.output_ids) for turn in turns]
+    return acceptance.teacher_forced_streaks(probe.subject.target, drafter, pairs)  # type: ignore[arg-type]
 
 
-def _generator_of(probe: Probe, prompt: int, turn: int) -> torch.Generator:
-    """Each turn has a generator of its own, seeded by the settings and its place."""
-    seed = int(np.random.SeedSequence([_SEED, prompt, turn]).generate_state(1)[0])
-    return torch.Generator(probe.subject.target.device).manual_seed(seed)
+def _lengths_by_checked(
+    probe: Probe,
+    drafter: OracleDrafter,
+    turns: Sequence[DecodedTurn],
+    settings: EvaluationSettings,
+    found: Mapping[str, Any],
+) -> list[float]:
+    """Acceptance length with 1, 2, .. checked tokens: walked where decoding is greedy, else from the rates."""
+    if not settings.sampling.greedy:
+        rates = found["acceptance_rate_by_position"]
+        return [1.0 + sum(rates[:k]) for k in range(1, len(rates) + 1)]
+    lengths = []
+    for k in range(1, drafter.config.num_speculative_tokens + 1):
+        walks = _walked(probe, drafter, turns, k)
+        lengths.append(sum(t for t, _ in walks) / sum(n for _, n in walks))
+    return lengths
 
 
-def _stops(probe: Probe) -> frozenset[int]:
-    target = probe.subject.target
-    return model_module.stop_token_ids(target.model, target.require_tokenizer())
+def _interval(pairs: Sequence[tuple[float, float]], bounds: tuple[float, float]) -> tuple[float, float]:
+    """The bootstrap-t of a ratio of sums over prompts, drawn prompt by prompt; see `evaluate/acceptance.py`."""
+    some = np.array([pair for pair in pairs if pair[1]], dtype=np.float64).reshape(-1, 2)
+    n = len(some)
+    if n < 2:
+        return bounds
+    ratio, error = (float(each[0]) for each in _ratio_and_error(some[None]))
+    if error == 0.0:
+        unseen = min(1.0, 3.0 / n)
+        return ratio - unseen * (ratio - bounds[0]), ratio + unseen * (bounds[1] - ratio)
+    ratios, errors = _ratio_and_error(some[np.random.default_rng(0).integers(n, size=(_DRAWS, n))])
+    far = ratios - ratio
+    with np.errstate(divide="ignore", invalid="ignore"):
+        distances = np.where(errors > 0, far / errors, np.copysign(np.inf, far))
+    tail = max(_TAIL - _TAIL_OF_FEW / n, _LEAST_TAIL)
+    left, right = np.quantile(distances, [tail, 1 - tail], method="nearest")
+    return max(bounds[0], ratio - float(right) * error), min(bounds[1], ratio - float(left) * error)
 
 
-def _rendered(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> list[int]:
-    """By the tokenizer alone."""
-    text = tokenizer.apply_chat_template(
-        [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **options
-    )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def _refuses_system(tokenizer: PreTrainedTokenizerBase) -> bool:
-    try:
-        _rendered(tokenizer, [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}], {})
-    except (jinja2.TemplateError, TypeError, ValueError):
-        return True
-    return False
-
-
-def an_option(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A keyword of the chat template with a value that changes a prompt; none where there is no such word."""
-    template, plain = tokenizer.chat_template, _rendered(tokenizer, messages, {})
-    names = meta.find_undeclared_variables(
-        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_text_of(template))
-    )
-    for name in sorted(names - {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}):
-        for value in (True, False):
-            try:
-                if _rendered(tokenizer, messages, {name: value}) != plain:
-                    return {name: value}
-            except (jinja2.TemplateError, TypeError, ValueError):
-                continue
-    return {}
-
-
-def _text_of(template: Any) -> str:
-    """Without the markers that transformers adds to templates, which jinja2 alone does not read."""
-    text = str(template if isinstance(template, str) else template.get("default", ""))
-    for word in ("generation", "endgeneration"):
-        for left, right in (("{%", "%}"), ("{%-", "%}"), ("{%", "-%}"), ("{%-", "-%}")):
-            text = text.replace(f"{left} {word} {right}", "")
-    return text
+def _ratio_and_error(drawn_DN2: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """[D] ratios of drawn prompts, and their standard errors from what is left of each prompt."""
+    a, b = drawn_DN2[..., 0], drawn_DN2[..., 1]
+    n, ratios = a.shape[1], a.sum(1) / b.sum(1)
+    squares = ((a - ratios[:, None] * b) ** 2).sum(1)
+    squares[squares < 1e-12 * (a**2).sum(1)] = 0.0
+    return ratios, np.sqrt(squares * n / (n - 1)) / b.sum(1)

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from draftline.audit.comparison import text_of
-from draftline.audit.figures import an_option
 from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids
 from draftline.audit.report import Problem, check
+from draftline.audit.sampling import an_option
 from draftline.audit.subject import NotApplicable
 from draftline.data import prepare as prepare_module
 from draftline.data.dataset import HELDOUT_FOLDER, PROMPTS_FILE, PreparedDataset

@@ -16,6 +16,7 @@ import torch
 
 from draftline import run as run_module
 from draftline.data import prepare as prepare_module
+from draftline.data import prompts as prompts_module
 from draftline.data.conversations import Conversation, Message
 from draftline.data.dataset import PreparedDataset
 from draftline.data.prompts import Prompt
@@ -23,9 +24,11 @@ from draftline.data.server import Endpoint
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DraftlineError
-from draftline.evaluate import answer, benchmark, generate, server
+from draftline.evaluate import answer, benchmark, draft_length, generate, server
 from draftline.evaluate.acceptance import teacher_forced_walk
+from draftline.evaluate.answer import DecodedTurn
 from draftline.evaluate.engines import ENGINES, DraftCounts
+from draftline.evaluate.generate import Generation
 from draftline.evaluate.served import ServedAnswer
 from draftline.formats import exporting, programs
 from draftline.options import (
@@ -194,6 +197,38 @@ def asked(world: World, model: DFlashDraftModel) -> list[Any]:
     ids = torch.randint(3, 90, (300,), generator=torch.Generator().manual_seed(3)).tolist()
     walked = teacher_forced_walk(world.target, model, [(ids[:5], ids[5:])])
     return [turns, parts, alone.output_ids, [(walk.tokens, walk.forwards) for walk in walked]]
+
+
+def evaluated(world: World, model: DFlashDraftModel, folder: Path) -> list[Any]:
+    """Every figure that the clock has no part in, of prompts from a file and of a task set."""
+    file, task = folder / "asked.jsonl", folder / "task.jsonl"
+    own = [{"role": "system", "content": "Hm."}, {"role": "user", "content": "And now?"}]
+    lines: list[dict[str, Any]] = [{"turns": ["Say 1.", "Say 2."]}, {"messages": own}, {"turns": ["Why?"]}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    task.write_text("\n".join([json.dumps({"question": "How many?", "answer": "Two"})] * 2))
+    prompts = [*prompts_module.read_prompts([str(file)]), *prompts_module.read_task(f"gsm8k={task}")]
+    settings = EvaluationSettings(max_new_tokens=40, num_speculative_tokens=3, system_prompt="Now.")
+    result = benchmark.evaluate_prompts(world.target, model, prompts, settings)
+    turns = _turns()
+    turns[0] = replace(turns[0], plain=Generation([9, *turns[0].plain.output_ids[1:]]))
+    counted = benchmark.summarise(world.target, model, prompts, turns, settings, None)
+    clock = {"by_draft_length", "tokens_per_second", "baseline_tokens_per_second", "speedup"}
+    timeless = [name for name in result.to_json() if name not in clock | {"best_num_speculative_tokens"}]
+    lengths = [(one.num_speculative_tokens, one.acceptance_length) for one in counted.by_draft_length]
+    walked = draft_length.walked_lengths([[0, 3, 1, 0, 6], [2, 2]], 5)
+    return [[each.to_json()[name] for name in timeless] for each in (result, counted)] + [lengths, walked]
+
+
+def _turns() -> list[DecodedTurn]:
+    """A dialogue of two turns and two prompts in which some drafted tokens stood."""
+    chat = Conversation(messages=(Message(role="user", content="a"), Message(role="assistant", content="b")))
+    turns = []
+    for number, accepted in enumerate(([3, 0, 3, 2, 1, 0, 3, 3, 3, 3, 3, 3], [1, 2], [2, 2, 1], [0, 2])):
+        output = [10 + i for i in range(1 + sum(accepted) + len(accepted))]
+        made = Generation(output, accepted, [[0] * 3] * len(accepted))
+        prompt, turn = max(0, number - 1), int(number == 1)
+        turns.append(DecodedTurn(prompt, turn, chat, [3, 4, 5], made, Generation(output), 1.0, 1.0))
+    return turns
 
 
 def served(world: World, model: DFlashDraftModel, folder: Path) -> list[Any]:

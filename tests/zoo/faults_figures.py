@@ -8,11 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
+from draftline.data import prompts as prompts_module
 from draftline.data.conversations import Conversation
 from draftline.evaluate import acceptance as acceptance_module
 from draftline.evaluate import answer as answer_module
 from draftline.evaluate import benchmark as benchmark_module
+from draftline.evaluate import draft_length as draft_length_module
 from draftline.evaluate import generate as generate_module
+from draftline.evaluate import result as result_module
 from draftline.evaluate import served as served_module
 from draftline.evaluate import server as server_module
 from draftline.evaluate.acceptance import Acceptance
@@ -175,6 +178,71 @@ def _(world: World) -> None:
         return [replace(one, file=prompts[0].file) for one in clean(prompts, turns)]
 
     world.patch.setattr(benchmark_module, "_counted", counted)
+
+
+@fault("all drafted tokens count however few are checked", "B94", "EVL010", CHATS)
+def _(world: World) -> None:
+    clean = draft_length_module.walk
+    world.patch.setattr(draft_length_module, "walk", lambda streaks, _count=None: clean(streaks))
+
+
+@fault("one turn of a dialogue that is equal makes it equal", "B94", "EVL010", CHATS)
+def _(world: World) -> None:
+    def equal(turns: Any, differences: Any) -> list[int]:
+        same = {turn.prompt for i, turn in enumerate(turns) if i not in {one.turn for one in differences}}
+        return [int(prompt in same) for prompt in sorted({turn.prompt for turn in turns})]
+
+    world.patch.setattr(benchmark_module, "_equal_prompts", equal)
+
+
+@fault("intervals forget that few prompts were asked", "B94", "EVL010", CHATS)
+def _(world: World) -> None:
+    for name in ("_TAIL", "_LEAST_TAIL"):
+        world.patch.setattr(acceptance_module, name, 0.1)
+
+
+@fault("the macro interval is the micro one", "B94", "EVL010", CHATS)
+def _(world: World) -> None:
+    world.patch.setattr(benchmark_module, "macro_acceptance_interval", acceptance_module.acceptance_interval)
+
+
+@fault("a forward counts at the place of its last token", "B94", "EVL010", CHATS)
+def _(world: World) -> None:
+    clean = result_module._forwards
+
+    def late(answer: Any) -> Any:
+        return ((place + given - 1, given) for place, given in clean(answer))
+
+    world.patch.setattr(result_module, "_forwards", late)
+
+
+@fault("a prompt's own system prompt is replaced", "B11", "EVL011", CHATS)
+def _(world: World) -> None:
+    clean = Conversation.with_system_prompt
+
+    def replaced(chat: Conversation, text: str | None) -> Conversation:
+        kept = tuple(message for message in chat.messages if text is None or message.role != "system")
+        return clean(chat.model_copy(update={"messages": kept}), text)
+
+    world.patch.setattr(Conversation, "with_system_prompt", replaced)
+
+
+@fault("a task set is asked without the wording of its benchmark", "B11", "EVL011", CHATS)
+def _(world: World) -> None:
+    plain = [replace(task, ask=prompts_module._as_it_is) for task in prompts_module._SETS if len(task.columns[0]) == 1]
+    for task in plain:
+        if task.name != "mt-bench":
+            world.patch.setitem(prompts_module._BY_NAME, prompts_module._plain(task.name), task)
+
+
+@fault("an evaluation leaves the last line of its prompts out", "B98", "EVL011", CHATS)
+def _(world: World) -> None:
+    clean = prompts_module.read_rows
+
+    def rows(sources: Any, *rest: Any) -> Any:
+        return iter(list(clean(sources, *rest))[:-1])
+
+    world.patch.setattr(prompts_module, "read_rows", rows)
 
 
 # Servers.

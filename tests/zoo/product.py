@@ -122,6 +122,7 @@ def live(world: World) -> Product:
         ("prepared", lambda: doors.prepared(world, folder)),
         ("late", lambda: doors.late(world, folder)),
         ("asked", lambda: doors.asked(world, _loaded(world, folder))),
+        ("figures", lambda: doors.evaluated(world, _loaded(world, folder), folder)),
         ("served", lambda: doors.served(world, _loaded(world, folder), folder)),
         ("refused", lambda: doors.refused(world, folder / "run", _quiet())),
     ]
