@@ -3,24 +3,42 @@
 A run may have been trained by code that was wrong then, or on a machine that computes otherwise. The evidence lies in
 its folder: held-out figures beside the best checkpoint, and the lines of the log that follow each checkpoint. Both are
 computed again, on the same rows and anchors; what differs by more than rounding was not learned as this code learns.
+
+And what a proof says before it travels (PRF004, with the short life): its prompts are those that it names, its answers,
+blocks and gaps those of a decoder that recomputes everything, and ties are told from faults.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import hashlib
+import math
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
+from draftline.audit.comparison import text_of
+from draftline.audit.life import ANSWER_TOKENS, Life
+from draftline.audit.oracle_decoding import Decoded
 from draftline.audit.probe import Probe
 from draftline.audit.report import Problem, check
 from draftline.audit.subject import NotApplicable
 from draftline.config import RunConfig
+from draftline.data.dataset import open_data
 from draftline.data.sampler import RowPlan
+from draftline.data.split import choose_conversations
 from draftline.draft.loss import StepMetrics
+from draftline.evaluate.replay import Departure, Replay
+from draftline.formats import proof as proof_module
+from draftline.formats import proof_prompts
+from draftline.formats.proof import PromptSource, Proof, decoding_differences, replay_decoding
 from draftline.records import PackedBatch
 from draftline.run import Run, assemble
+from draftline.targets.model import Target, weights_fingerprint
 from draftline.train.checkpoint import TrainState, read_checkpoint
 from draftline.train.log import metrics_record, whole_lines
 from draftline.train.run_folder import RunFolder
@@ -163,3 +181,113 @@ def _furthest(
         return None
     was, now = pairs[name]
     return None if was is None or now is None else (name, (was, now))
+
+
+# The proof of an export.
+
+
+def wrong_prompts(life: Life) -> str | None:
+    """A proof asks something else than it says, in words: prompts of what was held out, before their first answers."""
+    run, target = life.run, life.run.target
+    found = proof_prompts.choose_prompts(life.folder, target)
+    if len({tuple(ids) for ids in found.ids}) != len(found.ids) or not found.ids:
+        return f"of {len(found.ids)} prompts some are the same"
+    if run.config.data.path is None or run.config.pipeline.states_path is not None:
+        return f"prompts of {found.source} data are asked, which no folder holds" if found.source in _OF_DATA else None
+    whole = choose_conversations(run.config, *open_data(run.config))
+    parts = {"held-out": (whole.heldout, whole.heldout_ids), "training": (whole.training, whole.training_ids)}
+    source: PromptSource = "held-out" if len(whole.heldout_ids) else "training"
+    conversations, ids = parts[source]
+    if found.source != source:
+        return f"{found.source} prompts are asked where there are {len(ids)} {source} conversations"
+    texts = [text_of(conversations, int(i)) for i in ids[:_READ]]
+    asked = [text.input_ids[: int(text.loss_mask.int().argmax())].tolist() for text in texts]
+    room = min(proof_prompts.LONGEST, target.config.max_position_embeddings - _ROOM)
+    some = list(dict.fromkeys(tuple(each) for each in asked if 0 < len(each) <= room))
+    if not some or len(ids) > _READ:
+        return None
+    if any(tuple(each) not in some for each in found.ids):
+        return f"a prompt is asked that no {source} conversation begins with"
+    if len(found.ids) != min(proof_prompts.COUNT, len(some)):
+        return f"{len(found.ids)} of {len(some)} {source} prompts are asked"
+    return None
+
+
+_OF_DATA: tuple[PromptSource, ...] = ("held-out", "training")
+_ROOM = 64
+"""Positions of the target that are left for an answer."""
+_READ = 400
+"""Conversations among which prompts are looked for; where there are more, some are left out."""
+
+_ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2.5e-3, torch.float64: 1e-4}
+"""Distance of two logits that is a tie, relative to the largest."""
+
+
+def wrong_proof(folder: Path, target: Target, prompt: list[int], wanted: Decoded, stops: Collection[int]) -> str | None:
+    """What a proof of one prompt says otherwise than a decoder that recomputes everything, in words."""
+    longest, proof_module.MAX_NEW_TOKENS = proof_module.MAX_NEW_TOKENS, ANSWER_TOKENS
+    try:
+        refused = proof_module.write_proof(folder, target, proof_module.ProofPrompts("random", [prompt]))
+    finally:
+        proof_module.MAX_NEW_TOKENS = longest
+    proof = proof_module.read_proof(folder)
+    if refused is not None or proof is None:
+        return None if refused is not None else "none is written"
+    (kept,), near = proof.answers, _ROUNDING[target.dtype]
+    rounding = max(near, 1e-3) * kept.largest_logit
+    said = {
+        "prompt": (list(kept.input_ids), prompt),
+        "longest answer": (proof.decoding.max_new_tokens, ANSWER_TOKENS),
+        "where its prompts come from": (proof.decoding.prompts, "random"),
+        "stop tokens": (set(proof.decoding.stop_token_ids), set(stops)),
+        "target": (proof.target.fingerprint, weights_fingerprint(target.model)),
+        "format": (proof.precision.target_dtype, str(target.dtype).partition(".")[2]),
+        "forwards": (kept.target_forwards, len(kept.drafted_blocks)),
+    }
+    stored = load_file(folder / "model.safetensors")
+    digests = {name: hashlib.sha256(_bytes(tensor)).hexdigest() for name, tensor in stored.items()}
+    said["tensors"] = ({name: one.sha256 for name, one in proof.tensors.items()}, digests)
+    for what, (found, right) in said.items():
+        if found != right:
+            return f"{what}: {found}, it is {right}"
+    if (list(kept.output_ids), [list(block) for block in kept.drafted_blocks]) == (
+        wanted.output_ids,
+        wanted.drafted_blocks,
+    ):  # else a near tie, which RUN010 judges
+        pairs = [(a, b) for a, b in zip(kept.output_gaps, wanted.output_gaps, strict=True)]
+        for ours, theirs in zip(kept.draft_gaps, wanted.drafted_gaps, strict=True):
+            pairs += list(zip(ours, theirs, strict=True))
+        off = [(a, b) for a, b in pairs if abs(a - b) > 4 * rounding + 1e-3 * abs(b)]
+        if off:
+            return f"a token was chosen {off[0][0]:.4g} ahead of the next best, it was {off[0][1]:.4g}"
+    return _wrong_ties(proof, folder, target, near)
+
+
+def _wrong_ties(proof: Proof, folder: Path, target: Target, near: float) -> str | None:
+    """Departures within rounding are ties, and beyond it faults; a token that is written otherwise is one of these."""
+    kept = proof.answers[0]
+    for gap, faults in ((0.5 * near, 0), (2.0 * near, 1), (math.inf, 1)):
+        for number in (0, None):
+            place = Departure(0, number, 0, [1], [2], gap * kept.largest_logit, kept.largest_logit)
+            lines = decoding_differences(proof, Replay([place], [], 1, 100, 100), target)
+            if len(lines) != faults:
+                return f"tokens {gap:g} of the largest logit apart give {len(lines)} differences, {faults} are right"
+    lines = decoding_differences(proof, Replay([], [(0, kept.target_forwards + 1)], 1, 100, 100), target)
+    if not lines:
+        return "a prompt that takes another number of forwards passes for the same"
+    if not kept.drafted_blocks:
+        return None
+    block, gaps = kept.drafted_blocks[-1], kept.draft_gaps[-1]
+    other = next(token for token in range(target.vocab_size) if token not in (*block, *kept.output_ids))
+    edited = kept.model_copy(update={"drafted_blocks": (*kept.drafted_blocks[:-1], (*block[:-1], other))})
+    replay = replay_decoding(proof.model_copy(update={"answers": (edited,)}), folder, target)
+    if gaps[-1] > 4 * near * kept.largest_logit and not decoding_differences(proof, replay, target):
+        return "a drafted token is written otherwise, and the replay takes it for the same"
+    return None
+
+
+def _bytes(tensor: Tensor) -> bytes:
+    """What a digest of a tensor is over: its format and shape in words, and its bytes."""
+    name = str(tensor.dtype).partition(".")[2]
+    flat = tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{name} {list(tensor.shape)}\n".encode() + flat

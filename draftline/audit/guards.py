@@ -1,38 +1,46 @@
-"""RUN017: does a run refuse what belongs to another one?
+"""RUN017 and RUN018: does a run refuse what belongs to another one, and does it survive what fails?
 
 States of another target, data that were exchanged, a setting that was changed before a resume: the shapes are right, so
 nothing but a guard notices. Each guard is called as the run calls it, in the folder of its short life, with one thing
 that is wrong; it has to refuse, and by name where it has one.
+
+A second life of the same steps fails at each of them in another place, and is resumed: what is raised is what failed,
+what is saved is the state after the last whole step, and at its end it has the weights of the first life, bit for bit.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
+import threading
 import typing
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from pydantic import ValidationError
+from torch import Tensor
 
 from draftline import run as run_module
 from draftline.audit.comparison import Judge
-from draftline.audit.life import Life, MemoryConversations, quiet_watcher
+from draftline.audit.life import STEPS, Life, MemoryConversations, quiet_watcher
 from draftline.config import RunConfig, flatten
+from draftline.data.sampler import RowPlan, Sampler
 from draftline.data.split import RunData
-from draftline.errors import DraftlineError
+from draftline.errors import DraftlineError, PipelineError, UpdateError
 from draftline.evaluate import generate
-from draftline.records import CapturedSample, Sample
+from draftline.records import CapturedSample, PackedBatch, Sample
 from draftline.run import Run
 from draftline.targets import model as model_module
 from draftline.targets.model import Target
 from draftline.train import checkpoint as checkpoint_module
 from draftline.train.run_folder import RunFolder
+from draftline.train.step import StepResult
 from draftline.transfer import store as store_module
 
 _MAY_CHANGE = (
@@ -41,9 +49,167 @@ _MAY_CHANGE = (
 )
 """Settings that say where and how often, not what is learned. Data and targets may move: contents are compared."""
 
+_SAVE = "raise what failed, save the state after the last whole step, move nothing else; a resume goes on from there"
 _FIX = "a resume, and states that are read, compare settings, data, target and shape with what was written"
 _MOST_TENSORS = 12
 """Of the target, each of which is changed to see whether its identity changes."""
+
+
+class _Planted(Exception):
+    """What is made to fail."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """Something that fails in a session.
+
+    Attributes:
+        place: what.
+        step: steps of the run that are whole before it.
+        mode: of the pipeline in that session.
+        said: the error that is raised, where it is not the planted one itself.
+    """
+
+    place: str
+    step: int
+    mode: Literal["inline", "threads"]
+    said: type[DraftlineError] | None = None
+
+
+_FAILURES = (
+    _Failure("a row of the data", 1, "threads", PipelineError),
+    _Failure("the drafter inside of a step", 2, "inline"),
+    _Failure("a gradient, which is infinite", 3, "inline", PipelineError),
+    _Failure("the optimiser", 3, "inline", UpdateError),
+    _Failure("the target in its loop", 4, "inline"),
+)
+
+
+def survive(life: Life, judge: Judge) -> None:
+    """Fail and go on until the end; on a CPU, where the same steps give the same bits."""
+    if life.run.target.device.type != "cpu" or life.run.drafter.device.type != "cpu" or len(judge.steps) != STEPS:
+        return None
+    place, steps = life.folder.parent / "failing", [step.after for step in judge.steps]
+    kept = life.run.config.pipeline.states_path is not None  # then the target is not asked
+    for failure in _FAILURES[:-1] if kept else _FAILURES:
+        if not sum(judge.counts[failure.step].slots):
+            continue  # nothing is learned in this step, so that nothing of it can fail
+        wrong = _survived(life.run, place, failure, steps, resume=place.exists())
+        if wrong is not None:
+            return judge.say("RUN018", f"where {failure.place} fails: {wrong}", _SAVE)
+    run = _again(life.run, "inline")
+    try:
+        _continued(run, place)
+    except Exception as error:  # whatever a run raises that has survived so much
+        return judge.say("RUN018", f"a run that failed is not continued: {type(error).__name__}: {error}", _SAVE)
+    if _unlike(run.drafter.model.state_dict(), steps[-1]):
+        judge.say("RUN018", f"after {len(_FAILURES)} failures and resumes the weights at the end are others", _SAVE)
+    return None
+
+
+def _survived(
+    of: Run, folder: Path, failure: _Failure, steps: Sequence[Mapping[str, Tensor]], *, resume: bool
+) -> str | None:
+    """What is wrong with how a session ends in which something fails, in words."""
+    run = _again(of, failure.mode)
+    with _failing(run, failure) as failing:
+        try:
+            run_module.train(failing, folder, resume=resume, watcher=quiet_watcher())
+        except Exception as error:  # the border of a session: what it raises is looked at
+            raised: BaseException = error
+        else:
+            return "nothing is raised"
+    causes, cause = [raised], raised.__cause__ or raised.__context__
+    while cause is not None and len(causes) < 9:
+        causes.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    if failure.said is not None and not isinstance(raised, failure.said):
+        return f"{type(raised).__name__} is raised, not {failure.said.__name__}: {raised}"
+    if "infinite" not in failure.place and not any(isinstance(one, _Planted) for one in causes):
+        return f"{type(raised).__name__} is raised, which hides what failed: {raised}"
+    if [thread.name for thread in threading.enumerate() if thread.name.startswith("target-loop")]:
+        return "a target loop is left running"
+    newest, early = RunFolder(folder).checkpoint("newest"), failure.mode == "threads"
+    if newest is None:
+        return None if early else "nothing is saved"
+    saved = checkpoint_module.read_checkpoint(newest)
+    # rows are made ahead in threads, so that one fails before its step: what is saved is whole all the same
+    allowed = range(1, failure.step + 1) if early else (failure.step,)
+    if saved.state.step not in allowed:
+        return f"step {saved.state.step} is saved, {failure.step} were whole"
+    whole = steps[saved.state.step - 1]
+    if _unlike(saved.weights, whole):
+        return f"the checkpoint of step {saved.state.step} has other weights than that step gave"
+    if failure.said is not UpdateError and _unlike(run.drafter.model.state_dict(), whole):
+        return f"weights have moved since step {saved.state.step}"
+    return None
+
+
+def _again(run: Run, mode: Literal["inline", "threads"]) -> Run:
+    """The run from its beginning, without evaluations, saved by nothing but its end."""
+    seldom = run.config.train.model_copy(update={"eval_every": 99, "save_every": 99, "log_every": 1})
+    pipeline = run.config.pipeline.model_copy(update={"mode": mode, "target_loops": 1, "target_devices": None})
+    config = run.config.model_copy(update={"train": seldom, "pipeline": pipeline})
+    data = replace(run.data, heldout_ids=run.data.heldout_ids[:0])
+    return replace(run, **vars(run_module.assemble(config, run.target, data)))
+
+
+def _unlike(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor]) -> bool:
+    if found.keys() != wanted.keys():
+        return True
+    return any(not torch.equal(found[name].cpu(), tensor.cpu()) for name, tensor in wanted.items())
+
+
+@contextmanager
+def _failing(run: Run, failure: _Failure) -> Iterator[Run]:
+    """The run, one part of which fails once so many steps are whole."""
+    done, step, model = [0], run.drafter.step, run.drafter.model
+
+    def counted(batches: Sequence[PackedBatch]) -> StepResult:
+        done[0] = batches[0].step
+        result = step(batches)
+        done[0] += 1
+        return result
+
+    def fail(*_: object) -> None:
+        if done[0] >= failure.step:
+            raise _Planted(failure.place)
+
+    def infinite(gradient: Tensor) -> Tensor:
+        return gradient * (math.inf if done[0] >= failure.step else 1.0)
+
+    with ExitStack() as stack:
+        run.drafter.step = counted  # type: ignore[method-assign]
+        stack.callback(run.drafter.__dict__.pop, "step")
+        if failure.place.startswith("the drafter"):
+            stack.callback(model.register_forward_pre_hook(fail).remove)
+        elif failure.place.startswith("a gradient"):
+            weight = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+            stack.callback(weight.register_hook(infinite).remove)
+        elif failure.place == "the optimiser":
+            stack.callback(run.drafter.optimizer.register_step_pre_hook(fail).remove)
+        elif failure.place.startswith("the target"):
+            stack.callback(run.target.model.register_forward_pre_hook(fail).remove)
+        else:
+            run = replace(run, sampler=_FailingRows(run.sampler, failure.step))  # type: ignore[arg-type]
+        yield run
+
+
+class _FailingRows:
+    """The order of rows, which cannot be read from a step on."""
+
+    def __init__(self, inner: Sampler, step: int) -> None:
+        self._inner, self._step = inner, step
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def plans(self, first: int = 0) -> Iterator[RowPlan]:
+        """Rows of the steps before."""
+        for plan in self._inner.plans(first):
+            if plan.step >= self._step:
+                raise _Planted("a row")
+            yield plan
 
 
 def compare(life: Life, judge: Judge) -> None:
@@ -133,8 +299,11 @@ def _resumes(life: Life) -> Iterator[str]:
     mask = run.shape.mask_token_id
     drafter.model.config = run.shape.model_copy(update={"mask_token_id": mask - 1 if mask else 1})
     seed = run.config.train.model_copy(update={"seed": run.config.train.seed + 1})
+    strange = MemoryConversations([run.data.training[i] for i in run.data.training_ids[[0, 0]].tolist()], "others")
+    heldout = replace(run.data, heldout=strange, heldout_ids=np.arange(2))
     others = {
         "its data": replace(run, data=data),
+        "its held-out data": replace(run, data=heldout),
         "its drafter's mask token": replace(run, drafter=drafter),
         "train.seed": replace(run, config=run.config.model_copy(update={"train": seed})),
     }

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
 
 from draftline.audit.oracle import plan_run
 from draftline.config import RunConfig, TrainConfig, flatten
@@ -38,7 +39,7 @@ from draftline.options import ExportDtype, ExportSettings, Reader
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run, Watcher, assemble, train
 from draftline.targets.model import Target
-from draftline.train.run_folder import RunFolder
+from draftline.train.run_folder import SPEED_FILE, RunFolder
 from draftline.train.step import Drafter, StepResult
 
 STEPS, STOPS, ROWS_PER_STEP, PASSES = 5, (1, 3), 2, 3
@@ -179,7 +180,7 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
             "max_steps": STEPS,
             "rows_per_step": ROWS_PER_STEP,
             "num_anchors": min(config.train.num_anchors, _ANCHORS),
-            "log_every": 4,
+            "log_every": 3,  # so that a stop falls on a line
             "trackers": ("tensorboard",),
             "eval_every": 2,
             "save_every": 4,  # so that a best one between two saves is saved as well
@@ -325,9 +326,8 @@ def _assembled(run: Run, config: RunConfig, data: RunData) -> Run:
 def _session(run: Run, folder: Path, observe: Observer, *, resume: bool, steps: int) -> None:
     """Train so many steps; a stop is asked for after the last."""
     done = 0
-    if resume:  # a session that was killed leaves lines of steps that no checkpoint holds
-        with RunFolder(folder).metrics_path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": STEPS}) + "\n")
+    if resume:
+        _leave_lines(RunFolder(folder))
 
     def stop_requested() -> bool:
         return done >= steps
@@ -343,6 +343,15 @@ def _session(run: Run, folder: Path, observe: Observer, *, resume: bool, steps: 
 
     with _recorded(run.drafter, seen, resume):
         train(run, folder, resume=resume, watcher=replace(quiet_watcher(), stopping=stopping))
+
+
+def _leave_lines(folder: RunFolder) -> None:
+    """A session that was killed leaves lines of steps that no checkpoint holds, in every file."""
+    for path in (folder.metrics_path, folder.path / SPEED_FILE):
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": STEPS}) + "\n")
+    with closing(SummaryWriter(folder.tensorboard)) as scalars:
+        scalars.add_scalar("train/loss", 99.0, STEPS)
 
 
 def quiet_watcher() -> Watcher:

@@ -8,6 +8,7 @@ where it first shows.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,12 +22,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from draftline.audit import guards, oracle, oracle_update
+from draftline.audit import finished, guards, oracle, oracle_update
 from draftline.audit.comparison import Difference, Judge, is_narrow, text_of
 from draftline.audit.drafter_reference import drafter_of
 from draftline.audit.life import (
     ANSWER_TOKENS,
     LONG_PROMPT,
+    ROWS_PER_STEP,
+    STEPS,
     STOPS,
     Life,
     RecordedStep,
@@ -45,11 +48,11 @@ from draftline.evaluate.target_state import decoding_fault
 from draftline.formats.load import load_drafter
 from draftline.options import ExportDtype
 from draftline.run import Run
-from draftline.targets.model import TINY_FOLDER
+from draftline.targets.model import TINY_FOLDER, stop_token_ids, weights_fingerprint
 from draftline.train.checkpoint import TrainState, read_state
 from draftline.train.log import metrics_record, whole_lines
 from draftline.train.loop import DrafterTrainLoop
-from draftline.train.run_folder import RunFolder
+from draftline.train.run_folder import SPEED_FILE, RunFolder
 from draftline.train.step import StepResult
 
 _LARGEST_COPY = 4 << 30
@@ -96,6 +99,7 @@ def lived(probe: Probe) -> Lived:
                 for compare in (_log, _checkpoints, _export):
                     compare(life, judge)
                 _target(probe, before, judge)
+                guards.survive(life, judge)
                 guards.compare(life, judge)
     except _Uncompared as error:
         return Lived({}, uncompared=_in_words(error.__cause__ or error))
@@ -146,19 +150,69 @@ def _log(life: Life, judge: Judge) -> None:
 
 
 def _curves(life: Life, judge: Judge, lines: Mapping[int, Mapping[str, Any]]) -> None:
-    """TensorBoard's scalars are the figures of the log, at the same steps."""
+    """TensorBoard shows every figure of every line, once, and nothing else; each line has its line of speeds."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(RunFolder(life.folder).tensorboard)).Reload()
-    for tag in (tag for tag in events.Tags()["scalars"] if not tag.startswith("speed/")):
-        name = tag.removeprefix("train/").replace("heldout/", "heldout_")
-        name, _, place = name.partition("/")
-        for event in events.Scalars(tag):
-            logged = lines.get(event.step, {}).get(name)
-            logged = logged[int(place)] if isinstance(logged, list) else logged
-            if not _near(event.value, logged, 1e-6):
-                text = f"TensorBoard shows {tag} {event.value:.6g} at step {event.step}, the log says {logged}"
-                return judge.say("RUN007", text, "write the same figures to both, under the step of the line")
+    folder, wanted = RunFolder(life.folder), dict[tuple[str, int], float]()
+    fix = "write the same figures to both, under the step of the line; a resume drops what lies behind its checkpoint"
+    for step, line in lines.items():
+        for name, value in line.items():
+            tag = f"heldout/{name.removeprefix('heldout_')}" if name.startswith("heldout_") else f"train/{name}"
+            places = enumerate(value) if isinstance(value, list) else [(None, value)]
+            shown = {tag if place is None else f"{tag}/{place}": number for place, number in places}
+            wanted |= {(t, step): n for t, n in shown.items() if n is not None and name != "step"}
+    logger, found = logging.getLogger("tensorboard"), list[tuple[str, int, float]]()
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it says of every session that it begins before the last one ended
+    events = EventAccumulator(str(folder.tensorboard)).Reload()
+    logger.setLevel(level)
+    for tag in events.Tags()["scalars"]:
+        scalars = events.Scalars(tag)
+        found += [(tag, event.step, event.value) for event in scalars if not tag.startswith("speed/")]
+        if tag.startswith("speed/") and [event.step for event in scalars] != list(lines):
+            text = f"TensorBoard shows {tag} at steps {[event.step for event in scalars]}"
+            return judge.say("RUN007", f"{text}, the log has lines of {list(lines)}", fix)
+    for tag, step, value in found:
+        if not _near(value, wanted.get((tag, step)), 1e-6):
+            text = f"TensorBoard shows {tag} {value:.6g} at step {step}, the log says {wanted.get((tag, step))}"
+            return judge.say("RUN007", text, fix)
+    if len(found) != len(wanted):
+        lost = sorted(wanted.keys() - {(tag, step) for tag, step, _ in found})
+        return judge.say("RUN007", f"TensorBoard shows {len(found)} of {len(wanted)} figures, not {lost[:3]}", fix)
+    speeds = [line["step"] for _, line in whole_lines(folder.path / SPEED_FILE)]
+    if speeds != list(lines):
+        return judge.say("RUN007", f"{SPEED_FILE} has lines of steps {speeds}, the log of {list(lines)}", fix)
+    return _identity(life, judge)
+
+
+def _identity(life: Life, judge: Judge) -> None:
+    """What run.json and config.yaml say after three sessions."""
+    run, folder = life.run, RunFolder(life.folder)
+    coverage = {} if run.vocabulary is None else {"draft_vocab_coverage": run.vocabulary.coverage}
+    wanted: dict[str, Any] = {
+        "target": weights_fingerprint(run.target.model),
+        "config": run.config.model_dump(mode="json"),
+        "drafter": run.shape.model_dump(mode="json"),
+        "data": {
+            "fingerprint": run.data.fingerprint,
+            "conversations": len(run.data.training_ids),
+            "heldout_conversations": len(run.data.heldout_ids),
+            "heldout_anchors_seed": oracle.HELDOUT_SEED,
+            "rows": STEPS * ROWS_PER_STEP,
+            "steps": STEPS,
+            **coverage,
+        },
+    }
+    found, sessions = folder.identity, folder.identity.get("sessions", [])
+    wrong = next((name for name, value in wanted.items() if found.get(name) != value), None)
+    fix = "run.json says what the run is, and adds to its sessions one for each start"
+    if wrong is not None:
+        return judge.say("RUN007", f"run.json says {wrong} {found.get(wrong)}, it is {wanted[wrong]}", fix)
+    firsts = [session.get("first_step") for session in sessions]
+    if firsts != [0, *STOPS] or any(session.get("threads_per_loop") != run.threads for session in sessions):
+        return judge.say("RUN007", f"after sessions from steps {[0, *STOPS]}, run.json has {sessions}", fix)
+    if folder.settings != wanted["config"]:
+        return judge.say("RUN007", "config.yaml holds other settings than those of the run", fix)
     return None
 
 
@@ -312,12 +366,20 @@ def _answers(life: Life, judge: Judge, folder: Path, weights: Mapping[str, Tenso
     reference = drafter_of(run.shape, weights, judge.model)
     limit = min(LONG_PROMPT, target.config.max_position_embeddings - ANSWER_TOKENS)
     long = text_of(data.training, longest).input_ids[:limit].tolist()
-    for prompt, tokens in ((text.input_ids[: max(1, start)].tolist(), ANSWER_TOKENS), (long, ANSWER_TOKENS // 2)):
-        found = generate.generate(target, model, torch.tensor([prompt]), max_new_tokens=tokens)
-        unlike = _unlike_answer(found, decode(reference, judge.model, prompt, tokens, ()), judge.model)
+    answers = list[Decoded]()
+    stops = frozenset[int]() if target.tokenizer is None else stop_token_ids(target.model, target.tokenizer)
+    prompts = (text.input_ids[: max(1, start)].tolist(), long)
+    for prompt, tokens in zip(prompts, (ANSWER_TOKENS, ANSWER_TOKENS // 2), strict=True):
+        found = generate.generate(target, model, torch.tensor([prompt]), max_new_tokens=tokens, stop_token_ids=stops)
+        answers.append(decode(reference, judge.model, prompt, tokens, stops))
+        unlike = _unlike_answer(found, answers[-1], judge.model)
         if unlike is not None:
             fix = "accept a drafted token only if it is the target's own; states of kept tokens only, in both caches"
             judge.say("RUN010", f"after a prompt of {len(prompt)} tokens, {unlike}", fix)
+
+    wrong = finished.wrong_prompts(life) or finished.wrong_proof(folder, target, prompts[0], answers[0], stops)
+    if wrong is not None:
+        judge.say("PRF004", wrong, "ask what is said to be asked; keep what was decoded, and how sure each choice was")
 
 
 def _unlike_answer(found: generate.Generation, wanted: Decoded, model: PreTrainedModel) -> str | None:
@@ -399,11 +461,13 @@ _EXPLAINED = {
         _codes("TGT", "DRF", "LOS", "DAT001", "RUN003"),
     ),
     "RUN006": ("weights do not move as the recipe says", _codes("OPT", "RUN001")),
-    "RUN007": ("the log or an evaluation is not what was measured", _codes("TGT", "DRF", "LOS", "EVL005")),
+    "RUN007": ("the log, a record or an evaluation is not what was measured", _codes("TGT", "DRF", "LOS", "EVL005")),
     "RUN008": ("checkpoints are not those that the log calls for", _codes("OPT007")),
     "RUN009": ("the export is not the trained drafter", _codes("EXP")),
     "RUN010": ("an answer is not decoded as the recipe says", _codes("TGT", "DRF", "EXP", "EVL")),
     "RUN011": ("the target is not its checkpoint, or training changes it", _codes("TGT010", "OPT008")),
+    "RUN018": ("what fails is not survived, or is survived otherwise than a resume says", _codes("OPT007", "RUN006")),
+    "PRF004": ("a proof says something else than the folder that it lies in does", _codes("TGT", "DRF", "EXP", "EVL")),
     "RUN017": ("what belongs to another run, target or data is taken without a word", _codes("OPT007")),
 }
 """Code -> title, and the codes that would say more exactly what is wrong."""

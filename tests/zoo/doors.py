@@ -6,6 +6,7 @@ As in `product.py`, nothing of the audit is used; each entry is what a user woul
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draftline import run as run_module
 from draftline.data import prepare as prepare_module
@@ -24,7 +26,7 @@ from draftline.data.server import Endpoint
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import DraftlineError
-from draftline.evaluate import answer, benchmark, draft_length, generate, server
+from draftline.evaluate import answer, benchmark, draft_length, generate, replay, server
 from draftline.evaluate.acceptance import teacher_forced_walk
 from draftline.evaluate.answer import DecodedTurn
 from draftline.evaluate.engines import ENGINES, DraftCounts
@@ -71,6 +73,7 @@ def refused(world: World, folder: Path, watcher: run_module.Watcher) -> list[str
         replace(run, config=run.config.model_copy(update={"train": seed})),
         replace(run, config=run.config.model_copy(update={"loss": loss})),
         replace(run, data=data),
+        replace(run, data=replace(run.data, heldout=_Renamed(run.data.heldout))),
         replace(run, drafter=drafter),
     ]
     said = [
@@ -159,6 +162,54 @@ def prepared(world: World, folder: Path) -> list[Any]:
     key = (file, folder / "fields 0", PrepareOptions(heldout=1))
     found.append(_said(lambda: prepare_module.prepare(world.target.require_tokenizer(), [str(key[0])], *key[1:])))
     return found
+
+
+def curves(folder: Path) -> list[Any]:
+    """Tags of TensorBoard with their steps."""
+    events = EventAccumulator(str(RunFolder(folder).tensorboard)).Reload()
+    return [(tag, [one.step for one in events.Scalars(tag)]) for tag in sorted(events.Tags()["scalars"])]
+
+
+def failing(world: World, folder: Path, watcher: run_module.Watcher) -> list[Any]:
+    """A run in threads whose rows fail, and one whose gradient is infinite: what is raised, and what is saved."""
+    found = list[Any]()
+    for mode in ("threads", "inline"):
+        place = folder / f"failing {mode}"
+        world.set("pipeline", mode=mode)
+        run = world.assemble()
+        if mode == "threads":
+            run = replace(run, sampler=_Failing(run.sampler))  # type: ignore[arg-type]
+        else:
+            run.drafter.model.fc.weight.register_hook(_third_is_infinite(list[int]()))
+        found.append(_said(lambda run=run, place=place: run_module.train(run, place, watcher=watcher)))  # type: ignore[misc]
+        found.append(bool(RunFolder(place).checkpoint_steps()) if mode == "inline" else "")
+    world.set("pipeline", mode="inline")
+    return [*found, replay.Departure(0, 0, 0, [1], [2], 1.0, 1.0).is_tie(0.5)]
+
+
+def _third_is_infinite(seen: list[int]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A hook on gradients."""
+
+    def hook(gradient: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return gradient * (math.inf if len(seen) > 3 else 1.0)
+
+    return hook
+
+
+class _Failing:
+    """Rows that cannot be made."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def plans(self, _first: int = 0) -> Any:
+        """None."""
+        raise DraftlineError("planted")
+        yield
 
 
 def late(world: World, folder: Path) -> list[Any]:

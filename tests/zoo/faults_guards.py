@@ -6,24 +6,31 @@ And faults of the number formats that a run computes in, which change no shape a
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import tensorboard
 
 from draftline import run as run_module
+from draftline.data.split import RunData
 from draftline.draft import attention as attention_module
 from draftline.draft import vocabulary as vocabulary_module
 from draftline.draft.loss import StepMetrics
 from draftline.evaluate import generate as generate_module
+from draftline.evaluate import replay as replay_module
 from draftline.formats import load as load_module
+from draftline.formats import proof_prompts as proof_prompts_module
 from draftline.records import PackedBatch
 from draftline.targets import model as model_module
 from draftline.train import checkpoint as checkpoint_module
+from draftline.train import log as log_module
 from draftline.train import run_folder as folder_module
 from draftline.train import step as step_module
 from draftline.train.checkpoint import TrainState
@@ -31,9 +38,11 @@ from draftline.train.loop import DrafterTrainLoop
 from draftline.train.run_folder import RunFolder
 from draftline.train.step import Drafter
 from draftline.transfer import store as store_module
+from draftline.transfer.queue import HiddenStatesQueue
 from tests.zoo.fault import fault
 from tests.zoo.pipeline import REDUCED, Recipe, World
 
+ROWS = Recipe(data="rows")
 LAST_LOW = Recipe(settings={"pipeline": {"send": "last_hidden"}, "train": {"precision": "bfloat16"}})
 
 
@@ -242,6 +251,105 @@ def _(world: World) -> None:
 @fault("data is taken whose tokens the target does not know", "B15", "RUN017")
 def _(world: World) -> None:
     world.patch.setattr(run_module, "_check_data_fits", lambda *_: None)
+
+
+@fault("a resume takes any held-out data", "B15", "RUN017")
+def _(world: World) -> None:
+    world.patch.setattr(RunData, "fingerprint", property(lambda data: data.training.fingerprint))
+
+
+# What fails, and what is kept then.
+
+
+@fault("a step that fails saves nothing", "B77", "RUN018")
+def _(world: World) -> None:
+    clean = run_module._save
+
+    def save(*given: Any) -> None:
+        if sys.exc_info()[0] is None:
+            clean(*given)
+
+    world.patch.setattr(run_module, "_save", save)
+
+
+@fault("an infinite gradient moves the weights", "B97", "RUN018")
+def _(world: World) -> None:
+    world.patch.setattr(step_module, "math", SimpleNamespace(isfinite=lambda _norm: True))
+
+
+@fault("a target loop that fails ends the run like one that is done", "B82", "RUN018")
+def _(world: World) -> None:
+    world.patch.setattr(HiddenStatesQueue, "fail", lambda queue, _error: queue.close())
+
+
+# What a run says of itself.
+
+
+@fault("run.json forgets earlier sessions", "B95", "RUN007")
+def _(world: World) -> None:
+    clean = RunFolder.begin_session
+
+    def begin(folder: RunFolder, *given: Any) -> None:
+        folder.__dict__["identity"] = {**folder.identity, "sessions": []}
+        clean(folder, *given)
+
+    world.patch.setattr(RunFolder, "begin_session", begin)
+
+
+@fault("a resume takes the last line from TensorBoard", "B95", "RUN007")
+def _(world: World) -> None:
+    class Early(tensorboard.SummaryWriter):
+        def __init__(self, folder: Any, purge_step: int | None = None) -> None:
+            super().__init__(folder, purge_step=None if purge_step is None else max(0, purge_step - 1))
+
+    world.patch.setattr(tensorboard, "SummaryWriter", Early)
+
+
+@fault("TensorBoard shows nothing of evaluations", "B95", "RUN007")
+def _(world: World) -> None:
+    clean = log_module.RunLog._write_scalars
+
+    def write(log: Any, record: Any, speed: Any) -> None:
+        clean(log, {name: value for name, value in record.items() if not name.startswith("heldout_")}, speed)
+
+    world.patch.setattr(log_module.RunLog, "_write_scalars", write)
+
+
+# What a proof says.
+
+
+@fault("a proof asks what was trained on and calls it held out", "W40", "PRF004", ROWS)
+def _(world: World) -> None:
+    clean = proof_prompts_module.choose_conversations
+
+    def choose(*given: Any) -> RunData:
+        data = clean(*given)
+        return replace(data, heldout_ids=data.training_ids[: len(data.heldout_ids)])
+
+    world.patch.setattr(proof_prompts_module, "choose_conversations", choose)
+
+
+@fault("a proof's prompts hold the beginning of their answers", "B11", "PRF004", ROWS)
+def _(world: World) -> None:
+    clean = proof_prompts_module.before_answer
+
+    def longer(sample: Any) -> list[int]:
+        return sample.input_ids[: len(clean(sample)) + 1].tolist()
+
+    world.patch.setattr(proof_prompts_module, "before_answer", longer)
+
+
+@fault("a proof is twice as sure as it was", "B92", "PRF004")
+def _(world: World) -> None:
+    clean = replay_module._WatchedDrafter._gaps
+    world.patch.setattr(
+        replay_module._WatchedDrafter, "_gaps", lambda drafter, logits: [2 * gap for gap in clean(drafter, logits)]
+    )
+
+
+@fault("every departure from a proof is a tie", "B100", "PRF004")
+def _(world: World) -> None:
+    world.patch.setattr(replay_module.Departure, "is_tie", lambda *_: True)
 
 
 # Number formats.

@@ -30,6 +30,7 @@ from draftline.evaluate.generate import GREEDY, Proposal
 from draftline.formats.card import trained_mode
 from draftline.formats.exporting import export_drafter
 from draftline.formats.load import load_drafter
+from draftline.formats.proof import PROOF_FILE
 from draftline.options import EvaluationSettings, ExportSettings
 from draftline.records import Sample
 from draftline.run import Watcher, train
@@ -120,6 +121,7 @@ def live(world: World) -> Product:
         ("rule", lambda: _by_the_rule(world.target)),
         ("evaluation", lambda: _evaluated(world, folder / "export")),
         ("prepared", lambda: doors.prepared(world, folder)),
+        ("failing", lambda: doors.failing(world, folder, _quiet())),
         ("late", lambda: doors.late(world, folder)),
         ("asked", lambda: doors.asked(world, _loaded(world, folder))),
         ("figures", lambda: doors.evaluated(world, _loaded(world, folder), folder)),
@@ -171,6 +173,8 @@ def _trained(world: World, folder: Path) -> Product:
         "checkpoints": checkpoints,
         "best": (folder / "best").resolve().name,
         "identity": {name: identity[name] for name in ("config", "drafter", "data", "target")},
+        "sessions": [session["first_step"] for session in identity["sessions"]],
+        "curves": doors.curves(folder),
     }
 
 
@@ -187,7 +191,9 @@ def _exported(world: World, folder: Path) -> Product:
     export_drafter(source=folder / "run", out=folder / "export", target=world.target, settings=settings)
     path = folder / "export" / "model.safetensors"
     tree = json.loads((folder / "export" / "config.json").read_text())
-    return {"config": tree, "tensors": _digest(_tensors(path))}
+    proof = folder / "export" / PROOF_FILE
+    text = proof.read_text() if proof.exists() else ""
+    return {"config": tree, "tensors": _digest(_tensors(path)), "proof": text}
 
 
 def _decoded(world: World, folder: Path) -> list[Any]:
