@@ -191,6 +191,18 @@ class _Forward(NamedTuple):
     length: int
 
 
+def _forwards(turns: Sequence[DecodedTurn]) -> list[_Forward]:
+    """Every forward of every turn; the last of an output may end inside its block."""
+    forwards = list[_Forward]()
+    for turn in turns:
+        place, length = 2, len(turn.drafted.output_ids)
+        for stood in turn.drafted.accepted_per_forward:
+            given = min(stood + 1, length - place + 1)
+            forwards.append(_Forward(turn.prompt, place, given, stood, length))
+            place += given
+    return forwards
+
+
 def _by_prompt(forwards: Sequence[_Forward], prompts: Iterable[int]) -> list[tuple[int, int]]:
     """Tokens and forwards of each prompt."""
     mine = [[one.given for one in forwards if one.prompt == prompt] for prompt in prompts]
@@ -205,30 +217,13 @@ def _by_hand(
     settings: EvaluationSettings,
 ) -> dict[str, Any]:
     """Every field of a result, forward by forward."""
-    target, greedy = probe.subject.target, settings.sampling.greedy
+    greedy = settings.sampling.greedy
     checked = settings.num_speculative_tokens or drafter.config.num_speculative_tokens
     bounds = (1.0, checked + 1.0)
-    forwards = list[_Forward]()
-    for turn in turns:
-        place, length = 2, len(turn.drafted.output_ids)
-        for stood in turn.drafted.accepted_per_forward:
-            given = min(stood + 1, length - place + 1)
-            forwards.append(_Forward(turn.prompt, place, given, stood, length))
-            place += given
+    forwards = _forwards(turns)
     numbers = range(len(prompts))
     pairs = _by_prompt(forwards, numbers)
     lengths = [tokens / count for tokens, count in pairs]
-
-    def reached(place: int, prompt: int | None = None) -> int:
-        return sum(one.stood >= place for one in forwards if prompt in (None, one.prompt))
-
-    def share(conditional: bool) -> tuple[list[float | None], list[tuple[float, float]]]:
-        rates, intervals = list[float | None](), list[tuple[float, float]]()
-        for k in range(1, checked + 1):
-            before = k - 1 if conditional else 0
-            rates.append(reached(k) / reached(before) if reached(before) else None)
-            intervals.append(_interval([(reached(k, p), reached(before, p)) for p in numbers], (0.0, 1.0)))
-        return rates, intervals
 
     def parts(name_of: Callable[[_Forward], str], order: Callable[[_Forward], int]) -> list[dict[str, Any]]:
         groups = dict[str, list[_Forward]]()
@@ -247,24 +242,15 @@ def _by_hand(
     equal = [(int(all(turns[i].prompt != p for i in differing)), 1) for p in numbers]
     walks = _walked(probe, drafter, turns, checked) if greedy else []
     kept = [one.stood for one in forwards]
-    drafted_tokens, seconds = sum(len(t.drafted.output_ids) for t in turns), sum(t.drafted_seconds for t in turns)
-    plain_tokens, plain_seconds = sum(len(t.plain.output_ids) for t in turns), sum(t.plain_seconds for t in turns)
-    rates, rate_intervals = share(conditional=False)
-    conditional, conditional_intervals = share(conditional=True)
-    speeds = (drafted_tokens / seconds, plain_tokens / plain_seconds)
-    told = dict(settings.template_options)
     return {
         "acceptance_length": sum(t for t, _ in pairs) / sum(n for _, n in pairs),
         "acceptance_length_interval": _interval(pairs, bounds),
         "acceptance_length_macro": sum(lengths) / len(lengths),
         "acceptance_length_macro_interval": _interval([(length, 1) for length in lengths], bounds),
-        "acceptance_rate_by_position": rates,
-        "acceptance_rate_by_position_interval": rate_intervals,
-        "conditional_acceptance_rate_by_position": conditional,
-        "conditional_acceptance_rate_by_position_interval": conditional_intervals,
+        **_rates(forwards, numbers, checked),
         "accepted_histogram": [kept.count(k) for k in range(checked + 1)],
         "counts": {
-            "output_tokens": drafted_tokens,
+            "output_tokens": sum(len(turn.drafted.output_ids) for turn in turns),
             "target_forwards": len(forwards),
             "replayed_forwards": sum(range(len(turns))),
             "drafted_tokens": checked * len(forwards),
@@ -280,6 +266,42 @@ def _by_hand(
         "differences": [_difference(probe, i, turns[i]) for i in differing] if greedy else [],
         "teacher_forced_acceptance_length": sum(t for t, _ in walks) / sum(n for _, n in walks) if greedy else None,
         "teacher_forced_acceptance_length_interval": _interval(walks, bounds) if greedy else (None, None),
+        **_told(probe, drafter, turns, settings),
+    }
+
+
+def _rates(forwards: Sequence[_Forward], prompts: Sequence[int], checked: int) -> dict[str, Any]:
+    """Shares of forwards in which the first, second, .. drafted token stood, with all before it."""
+
+    def reached(place: int, prompt: int | None = None) -> int:
+        return sum(one.stood >= place for one in forwards if prompt in (None, one.prompt))
+
+    def share(conditional: bool) -> tuple[list[float | None], list[tuple[float, float]]]:
+        rates, intervals = list[float | None](), list[tuple[float, float]]()
+        for k in range(1, checked + 1):
+            before = k - 1 if conditional else 0
+            rates.append(reached(k) / reached(before) if reached(before) else None)
+            intervals.append(_interval([(reached(k, p), reached(before, p)) for p in prompts], (0.0, 1.0)))
+        return rates, intervals
+
+    (rates, intervals), (conditional, conditional_intervals) = share(conditional=False), share(conditional=True)
+    return {
+        "acceptance_rate_by_position": rates,
+        "acceptance_rate_by_position_interval": intervals,
+        "conditional_acceptance_rate_by_position": conditional,
+        "conditional_acceptance_rate_by_position_interval": conditional_intervals,
+    }
+
+
+def _told(
+    probe: Probe, drafter: OracleDrafter, turns: Sequence[DecodedTurn], settings: EvaluationSettings
+) -> dict[str, Any]:
+    """Speeds, what is said of target, drafter and mode, and the turns one by one."""
+    target, told, prompts = probe.subject.target, dict(settings.template_options), len({t.prompt for t in turns})
+    drafted_tokens, seconds = sum(len(t.drafted.output_ids) for t in turns), sum(t.drafted_seconds for t in turns)
+    plain_tokens, plain_seconds = sum(len(t.plain.output_ids) for t in turns), sum(t.plain_seconds for t in turns)
+    speeds = (drafted_tokens / seconds, plain_tokens / plain_seconds)
+    return {
         "tokens_per_second": speeds[0],
         "baseline_tokens_per_second": speeds[1],
         "speedup": speeds[0] / speeds[1],
@@ -290,9 +312,9 @@ def _by_hand(
         "drafter_weights": model_module.weights_fingerprint(drafter),
         "settings": settings.model_dump(),
         "mode": {
-            "thinking": {"without_reasoning": len(prompts)},
-            "system_prompts": {"none": len(prompts)},
-            "template_options": {json.dumps(told, sort_keys=True): len(prompts)},
+            "thinking": {"without_reasoning": prompts},
+            "system_prompts": {"none": prompts},
+            "template_options": {json.dumps(told, sort_keys=True): prompts},
         },
         "trained_mode": None,
         "per_prompt": [
