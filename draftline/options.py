@@ -81,9 +81,9 @@ class NamedTarget(TargetConfig):
 class RunFlags(Settings):
     """Settings of a run that have an option of their own."""
 
-    target: Annotated[str | None, Sets(("target.name",)), Read("target")] = None
+    target: Annotated[str | None, Sets(("target.name",))] = None
     """tiny, smollm2, a local Hugging Face folder or a hub name; of a run: its own."""
-    data: Annotated[Path | None, Sets(("data.path",)), Read("prepared")] = None
+    data: Annotated[Path | None, Sets(("data.path",))] = None
     """Folder that `draftline prepare` wrote."""
     target_dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"] | None, Sets(("target.dtype",))] = None
     """auto: float32 on CPU, else as stored."""
@@ -108,7 +108,7 @@ class RunFlags(Settings):
 class TrainFlags(RunFlags):
     """Settings of a run that have an option of their own in `train`."""
 
-    init_from: Annotated[Path | None, Sets(("drafter.init_from",)), Read("drafter")] = None
+    init_from: Annotated[Path | None, Sets(("drafter.init_from",))] = None
     """A drafter of any trainer, to train further."""
 
 
@@ -471,7 +471,7 @@ class EvaluateCommand(Settings):
     """JSONL, {"turns": ["..."]} per line; may be repeated."""
     task: tuple[str, ...] = ()
     """gsm8k, mt-bench, ... from the hub, or gsm8k=FILE; repeatable."""
-    draft: Annotated[Path | None, Read("drafter")] = None
+    draft: Path | None = None
     """Exported drafter, checkpoint or run folder."""
     server: ServerOptions
     concurrency: str | None = None
@@ -497,7 +497,7 @@ class GenerateCommand(Settings):
     """Options of `draftline generate`."""
 
     target: NamedTarget
-    draft: Annotated[Path, Read("drafter")]
+    draft: Path
     """Exported drafter, checkpoint or run folder."""
     words: Annotated[tuple[str, ...], Word("PROMPT")] = ()
     """What the user says; - reads standard input."""

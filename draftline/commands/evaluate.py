@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftline.commands.chat import text_or_file, warn_unread_options
+from draftline.commands.options import check_read
 from draftline.config import TargetConfig, read_api_key
 from draftline.errors import ConfigError
 from draftline.options import EvaluateCommand, EvaluationSettings, GenerateCommand, ServerMeasurement
@@ -35,6 +36,7 @@ def evaluate(options: EvaluateCommand) -> None:
     check_words(options)
     keep_apart([options.json_file], [*options.prompts, *(word.partition("=")[2] for word in options.task)])
     prompts = prompts_to_evaluate(options.prompts, options.task, options.limit)
+    check_read("drafter", options.draft)
     settings = with_system_text(options.settings)
     if options.draft is None:
         _evaluate_server(options, prompts, settings)
@@ -206,12 +208,13 @@ def _as_wanted(conversation: Conversation, wanted: ServerMeasurement) -> Convers
 
 def generate(options: GenerateCommand) -> None:
     """Answer one prompt with the drafter; the answer on stdout, counts on stderr."""
-    from draftline.evaluate.answer import answer_prompt
-    from draftline.targets.model import load_target
-
     asked = " ".join(options.words) or options.prompt
     if asked is None or (options.words and options.prompt is not None):
         raise ConfigError("generate answers one prompt: give it in quotes behind the options, or with --prompt")
+    check_read("drafter", options.draft)
+    from draftline.evaluate.answer import answer_prompt
+    from draftline.targets.model import load_target
+
     target = load_target(options.target)
     drafter = drafter_for(target, options.draft)
     text = sys.stdin.read() if asked == "-" else asked

@@ -50,16 +50,6 @@ def check_read(kind: str, place: Any) -> None:
         checks[kind](place)
 
 
-def checked(kind: str) -> Callable[[Any], Any]:
-    """`check_read` for places of a kind, as typer calls it."""
-
-    def check(place: Any) -> Any:
-        check_read(kind, place)
-        return place
-
-    return check
-
-
 WHAT, HOW, WHERE = "What", "How", "Where results go"
 """Under which the help lists options, in this order."""
 _SAYS_WHAT = (TargetConfig, RunFlags, ServerOptions)
@@ -99,6 +89,9 @@ def from_words(command: Callable[[Options], int | None]) -> Callable[..., int | 
         except ValidationError as error:  # what typer cannot check
             fault = error.errors()[0]
             raise ConfigError(f"{'.'.join(map(str, fault['loc']))} = {fault['input']!r}: {fault['msg']}") from error
+        for name, field, _ in _leaves(record):
+            if read := _mark(field, Read):
+                check_read(read.kind, values[name])
         return command(options)
 
     called.__doc__ = command.__doc__
@@ -144,11 +137,11 @@ def _parameter(name: str, field: FieldInfo, group: str) -> Parameter:
         kind, default = (kind, default) if field.is_required() else (kind | None, None)
     help_text = " ".join((field.description or "").split())
     word, least, most = _mark(field, Word), _mark(field, Ge), _mark(field, Le)
-    read, written = _mark(field, Read), _mark(field, Written)
-    callback = PLACES[written.kind] if written else checked(read.kind) if read else None
+    written = _mark(field, Written)
+    callback = PLACES[written.kind] if written else None
     info: Any
     if word is not None:
-        info = typer.Argument(help=help_text, metavar=word.metavar, callback=callback)
+        info = typer.Argument(help=help_text, metavar=word.metavar)
     else:
         further: dict[str, Any] = {
             "min": least and least.ge,

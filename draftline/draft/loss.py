@@ -61,9 +61,9 @@ def slot_loss_sum(
 
     The sum is not divided: the divisor is known only when all micro-batches and ranks of a step are counted.
 
-    The gradient of the logits is written out, for hard cross entropy softmax - one-hot, in the buffer that holds the
-    probabilities: autograd would allocate three more tables of the same size. Through `logits_of` autograd does the
-    work. Weights that depend on what the drafter says are constants of that gradient.
+    The gradient of the logits is written out, for hard cross entropy weight * (softmax - one-hot), in the buffer that
+    holds the probabilities: autograd would allocate three more tables of the same size. Through `logits_of` autograd
+    does the work. Weights that depend on what the drafter says are constants of that gradient.
 
     Args:
         hidden_nD: [n, D] drafter outputs after its `norm`, supervised slots only.
@@ -104,9 +104,8 @@ def slot_loss_sum(
             slopes_mV = _slopes(said_mV, teacher_mV, labels_m1, loss)
         loss_sum += (distance_m1 * weights_m1).sum()
         if wants_gradient:
-            # of a slot all is linear in its slopes: its weight is cheaper on D numbers than on V
-            (slope_mD,) = torch.autograd.grad(logits_mV, leaf_mD, slopes_mV.to(logits_mV.dtype))
-            gradient_nD[chunk] = slope_mD * weights_m1.to(slope_mD.dtype)
+            slopes_mV.mul_(weights_m1)
+            (gradient_nD[chunk],) = torch.autograd.grad(logits_mV, leaf_mD, slopes_mV.to(logits_mV.dtype))
     return SlotResults(_KnownGradient.apply(hidden_nD, loss_sum, gradient_nD), weight_sum, predicted_n, lost_mass)
 
 

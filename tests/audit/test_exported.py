@@ -49,7 +49,8 @@ def _found(report: AuditReport) -> dict[str, str]:
 def test_a_folder_as_it_was_exported_has_no_finding(tmp_path: Path, dtype: ExportDtype) -> None:
     report = _audit(proven_folder(tmp_path / "drafter", dtype))
     assert _found(report) == {}
-    assert {result.status for result in report.checks} == {"ok"}
+    others = {result.code: result.status for result in report.checks if result.status != "ok"}
+    assert others == {"PRF004": "skipped"}  # there is no data here whose prompts could be compared
     assert any("5 prompts decoded again" in note and "all the same" in note for note in report.notes)
 
 

@@ -41,7 +41,7 @@ def test_passes_end_where_a_step_crosses_them_and_where_the_run_is_stopped(tmp_p
     assert [sum(row.epoch == epoch for row in rows) for epoch in range(PASSES)] == [3, 3, 3]
     assert rows[STOPS[-1] * ROWS_PER_STEP].epoch == 2
     assert "train.epochs" not in said
-    assert "train.log_every 3 -> 4" in said
+    assert "train.save_every 5 -> 4" in said
     assert data.training is run.data.training
 
 

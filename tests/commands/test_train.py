@@ -39,6 +39,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
 
     monkeypatch.setattr("draftline.run.open_run", open_run)
     monkeypatch.setattr("draftline.run.train", train)
+    monkeypatch.setattr("draftline.commands.train.check_places", lambda _config: None)  # they are only named
     monkeypatch.setattr("draftline.commands.train.examine", lambda _run, _allow: Examination([], {}))
     return seen
 

@@ -161,4 +161,9 @@ def test_one_file_opens_a_run_folder() -> None:
     found = {str(name): spelled(path.read_text(encoding="utf-8")) for name, path in sources.items()}
     assert found.pop("draftline/train/run_folder.py") >= NAMES
     assert found.pop("draftline/train/checkpoint.py") == {"STATE_FILE"}, "one of the four files of a checkpoint"
+    for name in ("draftline/config.py", "draftline/train/trackers.py"):
+        assert found.pop(name) == {"tensorboard"}, "the name of a tracker"
+    for name in ("draftline/audit/life.py", "draftline/audit/whole.py"):
+        assert found.pop(name) == {"tensorboard", "SPEED_FILE"}, "the audit plants lines in the records of a life"
+    assert found.pop("benchmarks/plan.py") == {"last"}
     assert {name: names for name, names in found.items() if names} == {}

@@ -169,16 +169,6 @@ def _passing(world: World, name: str) -> None:
     world.patch.setattr(RunFolder, name, lambda *_: None)
 
 
-@fault("a resume takes any data", "B15", "RUN017")
-def _(world: World) -> None:
-    clean = RunFolder.check_same_run
-    world.patch.setattr(
-        RunFolder,
-        "check_same_run",
-        lambda folder, kept, config, shape, _data: clean(folder, kept, config, shape, kept.data_fingerprint),
-    )
-
-
 @fault("a resume takes any drafter", "B15", "RUN017")
 def _(world: World) -> None:
     clean = RunFolder.check_same_run
@@ -186,6 +176,16 @@ def _(world: World) -> None:
         RunFolder,
         "check_same_run",
         lambda folder, kept, config, _shape, data: clean(folder, kept, config, kept.drafter_config, data),
+    )
+
+
+@fault("a resume takes any data", "B15", "RUN017")
+def _(world: World) -> None:
+    clean = RunFolder.check_same_run
+    world.patch.setattr(
+        RunFolder,
+        "check_same_run",
+        lambda folder, kept, config, shape, _data: clean(folder, kept, config, shape, kept.data_fingerprint),
     )
 
 

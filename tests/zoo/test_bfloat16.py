@@ -23,6 +23,7 @@ OTHERWISE: dict[str, tuple[str, str]] = {
         "TGT002",
         "labels from noisy states fit those of a norm applied twice a little better than the last layer's own",
     ),
+    "cross entropy in bfloat16": ("LOS010", "what it loses lies within the rounding of logits in bfloat16"),
 }
 """Faults that are reported under another code than in float32, and why."""
 
