@@ -293,7 +293,8 @@ def _words(annotation: Any) -> Iterator[Any]:
 def _resumes(life: Life) -> Iterator[str]:
     """The life's own folder, continued with one thing exchanged; the run is at its end, so that nothing is trained."""
     run = life.run
-    data = replace(run.data, training=MemoryConversations([run.data.training[i] for i in (0, 0)], "other data"))
+    other = MemoryConversations([run.data.training[i] for i in (0, 0)], "other data")
+    data = replace(run.data, training=other, training_ids=np.arange(2))
     drafter = copy.copy(run.drafter)
     drafter.model = copy.deepcopy(run.drafter.model)
     mask = run.shape.mask_token_id
@@ -307,8 +308,8 @@ def _resumes(life: Life) -> Iterator[str]:
         "its drafter's mask token": replace(run, drafter=drafter),
         "train.seed": replace(run, config=run.config.model_copy(update={"train": seed})),
     }
-    for what, other in others.items():
-        if _refusal(lambda other=other: _continued(other, life.folder)) is None:  # type: ignore[misc]
+    for what, exchanged in others.items():
+        if _refusal(lambda run=exchanged: _continued(run, life.folder)) is None:  # type: ignore[misc]
             yield f"a run is continued although {what} is another"
     with _another_target(run.target):
         if _refusal(lambda: _continued(run, life.folder)) is None:

@@ -122,7 +122,7 @@ def _model_from_config(config: TargetConfig, layers: int | None, device: str) ->
                 dtype=torch.bfloat16 if config.dtype in ("bfloat16", "float16") else torch.float32,
                 trust_remote_code=config.trust_remote_code,
             )
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise TargetError(
             f"target {config.name}: its configuration does not describe a model ({reason}): complete its config.json"
