@@ -28,6 +28,9 @@ LayerType = Literal["full_attention", "sliding_attention"]
 ExportDtype = Literal["float32", "bfloat16"]
 """Number formats that drafters are written in."""
 
+PipelineMode = Literal["auto", "inline", "threads", "processes"]
+"""How the two halves of a run share the time."""
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Libraries that scalars of a run can be sent to."""
 
@@ -268,10 +271,14 @@ class TrainConfig(Settings):
 class PipelineConfig(Settings):
     """How the two halves run and what passes between them."""
 
-    mode: Literal["inline", "threads"] = "inline"
-    """`inline`: target and drafter take turns. `threads`: they overlap."""
+    mode: PipelineMode = "auto"
+    """`inline`: target and drafter take turns. `threads` and `processes`: they overlap, in one interpreter or in one
+    each. `auto`: by devices, cores and the length of the run (`plan.work.choose_mode`); which is said and saved."""
     target_loops: int = Field(1, ge=1)
-    """Target loops in mode `threads`, each with its own copy of the target and its own capture."""
+    """Target loops where they overlap, each with its own modules and its own capture; weights are shared."""
+    patience: float = Field(900.0, gt=0)
+    """Seconds without a row after which a target loop counts as hanging: where everything stands is written into the
+    run folder (`stacks.txt`), and a loop that is a process is replaced."""
     target_devices: tuple[str, ...] | None = None
     """One device per target loop; none: `target.device` for all."""
     queue_bytes: int = Field(1 << 30, ge=1)
@@ -331,7 +338,6 @@ def quickstart_recipe() -> RunConfig:
         train=TrainConfig(
             max_steps=900, num_anchors=32, tokens_per_row=512, log_every=20, eval_every=450, save_every=450
         ),
-        pipeline=PipelineConfig(mode="threads"),
     )
 
 

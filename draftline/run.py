@@ -31,7 +31,9 @@ from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import available_cores, intra_op_threads, stop_on_signals, threads_per_loop
+from draftline.engine.processes import ProcessesEngine
 from draftline.engine.threads import ThreadsEngine, loop_targets
+from draftline.engine.worker import WorkerSettings
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
@@ -39,7 +41,7 @@ from draftline.formats.write import refuse_unwritable
 from draftline.plan.devices import memory_of
 from draftline.plan.estimate import check_disk, check_memory, estimate_run
 from draftline.plan.sizes import TargetSizes
-from draftline.plan.work import Workload
+from draftline.plan.work import Workload, choose_mode, target_operations
 from draftline.progress import counting, say
 from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
@@ -67,13 +69,14 @@ class Run:
     """Everything that one run uses. What trains, evaluates and saves calls these, and so does the audit.
 
     Attributes:
-        config: settings, with the number of threads settled.
+        config: settings, with the mode of the pipeline and the number of threads settled.
         data: conversations, and which of them are trained on.
         target: the frozen model.
         drafter: weights and optimiser, at the first step.
         sampler: rows of the whole run, in order.
         vocabulary: tokens that the drafter can say; none: all.
         stores: captured states on disk that this session has opened, by fingerprint of their data.
+        overlap: mode of the pipeline and why it is that, in words.
     """
 
     config: RunConfig
@@ -83,6 +86,7 @@ class Run:
     sampler: Sampler
     vocabulary: ReducedVocabulary | None = None
     stores: dict[str, StatesStore] = field(default_factory=dict)
+    overlap: str = ""
 
     @property
     def shape(self) -> DFlashConfig:
@@ -129,26 +133,32 @@ class Run:
     def target_devices(self) -> Sequence[str]:
         """Device of each target loop; in mode `inline` there is one loop, in the drafter's thread."""
         pipeline = self.config.pipeline
-        count = pipeline.target_loops if pipeline.mode == "threads" else 1
+        count = 1 if pipeline.mode == "inline" else pipeline.target_loops
         devices = pipeline.target_devices or (str(self.target.device),) * count
         if len(devices) != count:
             raise ConfigError(f"pipeline.target_devices names {len(devices)} devices for {count} target loop(s)")
         return devices
 
-    def engine(self, first_row: int) -> RunEngine:
-        """Makes the rows from a place of the order on, in the configured mode."""
-        samples, plans = self.data.training, self.sampler.plans(first_row)
-        if self.config.pipeline.mode == "inline":
+    def engine(self, first_row: int, folder: Path | None = None, say: Callable[[str], None] = say) -> RunEngine:
+        """Makes the rows from a place of the order on, in the configured mode.
+
+        Args:
+            folder: gets the stacks of a target loop that hangs.
+            say: gets a line about each loop that is replaced.
+        """
+        pipeline, samples, plans = self.config.pipeline, self.data.training, self.sampler.plans(first_row)
+        if pipeline.mode == "inline":
             return InlineEngine(loop=self.source(samples), samples=samples, plans=plans)
         targets = loop_targets(self.target, self.config.target, self.target_devices())
-        return ThreadsEngine(
+        engine = ProcessesEngine if pipeline.mode == "processes" else ThreadsEngine
+        return engine(
             loops=[self.source(samples, target) for target in targets],
             samples=samples,
             plans=plans,
             first_row=first_row,
-            queue_bytes=self.config.pipeline.queue_bytes,
+            queue_bytes=pipeline.queue_bytes,
             destination=self.drafter.device,
-            intra_op_threads=self.threads,
+            worker=WorkerSettings(self.threads, self.target.device.type, pipeline.patience, folder, say),
         )
 
     def evaluate(self) -> Record:
@@ -209,6 +219,7 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
         seed=config.train.seed,
     )
     device = drafter_device(config.train.device)
+    config, overlap = _settle_mode(config, target, data, device)
     kept_ids = None if vocabulary is None else vocabulary.kept_ids
     drafter = Drafter(
         config=config,
@@ -218,7 +229,30 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
         device=device,
     )
     set_first_weights(drafter.model, config.drafter, target, continued)
-    return Run(config, data, target, drafter, sampler, vocabulary)
+    return Run(config, data, target, drafter, sampler, vocabulary, overlap=overlap)
+
+
+def _settle_mode(config: RunConfig, target: Target, data: RunData, device: torch.device) -> tuple[RunConfig, str]:
+    """The settings with the mode of the pipeline that is to be, and a word about it.
+
+    Raises:
+        ConfigError: there is nothing for a process to do.
+    """
+    pipeline, work = config.pipeline, Workload.of_data(data, config)
+    if pipeline.mode == "processes" and pipeline.states_path is not None:
+        raise ConfigError(
+            f"pipeline.mode = processes has no target to run where states are read from {pipeline.states_path}: "
+            "leave it out, or pipeline.states_path"
+        )
+    mode, reason = choose_mode(
+        pipeline,
+        two_devices=device != target.device,
+        accelerator={device.type, target.device.type} != {"cpu"},
+        cores=available_cores(),
+        operations=work.passes * target_operations(TargetSizes.of(target), config, work.training.lengths),
+    )
+    settled = pipeline.model_copy(update={"mode": mode})
+    return config.model_copy(update={"pipeline": settled}), f"pipeline: {mode} ({reason})"
 
 
 @dataclass(frozen=True)
@@ -321,7 +355,7 @@ def train(
     with ExitStack() as stack:
         stack.enter_context(intra_op_threads(run.threads))
         run.fill_stores()  # before signals wait for a step
-        engine = run.engine(state.next_row)
+        engine = run.engine(state.next_row, folder, watcher.say)
         stop_requested = stack.enter_context(watcher.stopping())
         stack.enter_context(engine)
         log = RunLog(
@@ -364,7 +398,7 @@ def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
     check_disk(folder, estimate)
     loops, cores = len(run.target_devices()), available_cores()
     shared = f"{run.threads} thread(s) for each of them and for the drafter"
-    watcher.say(f"{cores} core(s), {loops} target loop(s): {shared}")
+    watcher.say(f"{cores} core(s), {loops} target loop(s): {shared}; {run.overlap}")
     if run.threads > 1 and run.threads * (loops + 1) > cores:
         watcher.say("that is more threads than cores: lower pipeline.threads_per_loop if the run is slow")
     if run.vocabulary is not None:

@@ -29,7 +29,7 @@ from torch import Tensor
 from draftline import run as run_module
 from draftline.audit.comparison import Judge
 from draftline.audit.life import STEPS, Life, MemoryConversations, quiet_watcher
-from draftline.config import RunConfig, flatten
+from draftline.config import PipelineMode, RunConfig, flatten
 from draftline.data.sampler import RowPlan, Sampler
 from draftline.data.split import RunData
 from draftline.errors import DraftlineError, PipelineError, UpdateError
@@ -66,7 +66,7 @@ class _Failure:
     Attributes:
         place: what.
         step: steps of the run that are whole before it.
-        mode: of the pipeline in that session.
+        mode: of the pipeline in that session; `threads` is `processes` for a run that is configured so.
         said: the error that is raised, where it is not the planted one itself.
     """
 
@@ -111,7 +111,8 @@ def _survived(
     of: Run, folder: Path, failure: _Failure, steps: Sequence[Mapping[str, Tensor]], *, resume: bool
 ) -> str | None:
     """What is wrong with how a session ends in which something fails, in words."""
-    run = _again(of, failure.mode)
+    processes = failure.mode == "threads" and of.config.pipeline.mode == "processes"
+    run = _again(of, "processes" if processes else failure.mode)
     with _failing(run, failure) as failing:
         try:
             run_module.train(failing, folder, resume=resume, watcher=quiet_watcher())
@@ -145,7 +146,7 @@ def _survived(
     return None
 
 
-def _again(run: Run, mode: Literal["inline", "threads"]) -> Run:
+def _again(run: Run, mode: PipelineMode) -> Run:
     """The run from its beginning, without evaluations, saved by nothing but its end."""
     seldom = run.config.train.model_copy(update={"eval_every": 99, "save_every": 99, "log_every": 1})
     pipeline = run.config.pipeline.model_copy(update={"mode": mode, "target_loops": 1, "target_devices": None})

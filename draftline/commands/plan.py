@@ -15,9 +15,10 @@ from draftline.storage import write_text
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from draftline.config import DFlashConfig
+    from draftline.config import DFlashConfig, PipelineConfig
     from draftline.plan.devices import Device
     from draftline.plan.estimate import Item, RunEstimate, TimeEstimate
+    from draftline.plan.sizes import TargetSizes
     from draftline.plan.work import Workload
 
 
@@ -33,7 +34,7 @@ def plan(options: PlanCommand) -> None:
     console = Console()
     for shown in (
         _memory_table(estimate, device, options.devices),
-        _rest_table(estimate, time, work, config),
+        _rest_table(estimate, time, work),
     ):
         console.print(shown)
     for line in _remarks(options, estimate, time, device, shape):
@@ -71,9 +72,27 @@ def planned(
     if device is None:
         threads = threads_per_loop(available_cores(), config.pipeline.threads_per_loop)
         device = measure_here(config, described, shape, work, threads)
+    config = config.model_copy(update={"pipeline": _with_mode(options, config, sizes, work)})
     estimate = estimate_run(config, shape, sizes, work)
     time = estimate_time(config, shape, sizes, work, device, options.devices)
     return estimate, time, device, work, shape
+
+
+def _with_mode(options: PlanCommand, config: RunConfig, sizes: TargetSizes, work: Workload) -> PipelineConfig:
+    """The pipeline in the mode that the run would choose."""
+    from draftline.engine.process import available_cores
+    from draftline.plan.work import choose_mode, target_operations
+    from draftline.targets.model import resolve_device
+
+    here = options.accelerator == "here"
+    mode, _ = choose_mode(
+        config.pipeline,
+        two_devices=options.devices > 1,
+        accelerator=not here or resolve_device(config.target.device).type != "cpu",
+        cores=available_cores(),
+        operations=work.passes * target_operations(sizes, config, work.training.lengths),
+    )
+    return config.pipeline.model_copy(update={"mode": mode})
 
 
 def workload(options: PlanCommand, config: RunConfig) -> Workload:
@@ -103,7 +122,7 @@ def _memory_table(estimate: RunEstimate, device: Device, devices: int) -> Table:
     return table(f"memory ({device.name}: {size(device.memory_bytes)})", ("item", "bytes", "setting"), rows)
 
 
-def _rest_table(estimate: RunEstimate, time: TimeEstimate, work: Workload, config: RunConfig) -> Table:
+def _rest_table(estimate: RunEstimate, time: TimeEstimate, work: Workload) -> Table:
     from draftline.plan.estimate import duration, size
 
     rows = [
@@ -117,7 +136,10 @@ def _rest_table(estimate: RunEstimate, time: TimeEstimate, work: Workload, confi
         ("training: target's half", duration(time.target_seconds)),
         ("training: drafter's half", duration(time.drafter_seconds)),
         ("training: held-out figures", duration(time.evaluation_seconds)),
-        (f"training ({config.pipeline.mode}, {time.loops} target loop(s))", duration(time.train_seconds)),
+        (
+            f"training ({'overlapped' if time.overlapped else 'in turns'}, {time.loops} target loop(s))",
+            duration(time.train_seconds),
+        ),
         ("target loops per drafter", f"{time.loops_per_drafter:.2f}"),
     ]
     return table("disk and time", ("what", "how much"), rows)

@@ -23,6 +23,7 @@ import torch
 from draftline.config import TargetConfig
 from draftline.data.sampler import RowPlan
 from draftline.engine.process import set_intra_op_threads
+from draftline.engine.worker import WorkerSettings
 from draftline.records import PackedBatch, Samples
 from draftline.targets.model import Target, build_target, load_target, resolve_device
 from draftline.transfer.pack import CaptureLoop, make_row
@@ -40,7 +41,7 @@ class ThreadsEngine:
         first_row: sequence number of the first of them.
         queue_bytes: most bytes of rows that wait.
         destination: the drafter's device.
-        intra_op_threads: of each loop, see `process`.
+        worker: threads of each loop (see `process`), and what is done about one that hangs.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class ThreadsEngine:
         first_row: int,
         queue_bytes: int,
         destination: torch.device,
-        intra_op_threads: int,
+        worker: WorkerSettings,
     ) -> None:
         self._samples = samples
         self._plans = plans
+        self._loops = loops
+        self._queue_bytes = queue_bytes
         self._destination = destination
-        self._intra_op_threads = intra_op_threads
+        self._settings = worker
         self._queue = HiddenStatesQueue(queue_bytes, first_row)
         self._lock = threading.Lock()
         self._running = len(loops)
@@ -113,21 +116,26 @@ class ThreadsEngine:
 
     def _run(self, loop: CaptureLoop) -> None:
         """Body of one thread."""
-        set_intra_op_threads(self._intra_op_threads)
+        set_intra_op_threads(self._settings.threads)
         try:
-            while (plan := self._next_plan()) is not None and self._queue.put(self._make(plan, loop)):
-                pass
+            self._make_rows(loop)
         except BaseException as error:  # the border of the thread: the main thread raises it
             self._queue.fail(error)
         self._leave()
 
-    def _make(self, plan: RowPlan, loop: CaptureLoop) -> PackedBatch:
-        start = time.perf_counter()
-        batch = leave_device(make_row(plan, self._samples, loop), self._destination)
+    def _make_rows(self, loop: CaptureLoop) -> None:
+        """Make rows until there are no more plans, or nobody wants rows."""
+        while (plan := self._next_plan()) is not None:
+            start = time.perf_counter()
+            batch = leave_device(make_row(plan, self._samples, loop), self._destination)
+            self._count(batch, time.perf_counter() - start)
+            if not self._queue.put(batch):
+                return
+
+    def _count(self, batch: PackedBatch, seconds: float) -> None:
         with self._lock:
-            self._busy_seconds += time.perf_counter() - start
+            self._busy_seconds += seconds
             self._tokens += batch.input_ids.numel()
-        return batch
 
     def _next_plan(self) -> RowPlan | None:
         with self._lock:

@@ -160,7 +160,7 @@ def estimate_run(config: RunConfig, shape: DFlashConfig, sizes: TargetSizes, wor
     wire = states + beside + 3 * _IDS_BYTES + _BOOL_BYTES
     muon = sum(a * b * count for (a, b), count in matrices_of(shape).items()) if config.optim.name == "muon" else 0
     captured = work.training.tokens + work.heldout.tokens
-    queue = config.pipeline.queue_bytes if config.pipeline.mode == "threads" else 0
+    queue = config.pipeline.queue_bytes if config.pipeline.mode in ("threads", "processes") else 0
     return RunEstimate(
         parameters=parameters,
         target=_target_items(config, sizes, tokens, states + beside),
@@ -261,9 +261,10 @@ def estimate_time(
     target = once if on_disk else work.passes * captured(work.training)
     each = learned(work.heldout, learn=False) + captured(work.walked) + (0.0 if on_disk else captured(work.heldout))
     evaluation = work.evaluations(config.train.eval_every) * each
-    threads = config.pipeline.mode == "threads"
-    loops = max(1, devices - 1) if threads else 1
-    overlapped = threads and devices > 1 and not on_disk
+    mode, apart = config.pipeline.mode, devices > 1
+    loops = max(1, devices - 1) if apart and mode != "inline" else config.pipeline.target_loops
+    # threads of one interpreter on the cores of one processor are counted as taking turns
+    overlapped = not on_disk and (mode == "processes" or (mode == "threads" and apart))
     halves = max(target / loops, drafter) if overlapped else target + drafter
     return TimeEstimate(once, target, drafter, evaluation, halves + evaluation, loops, overlapped)
 

@@ -13,10 +13,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from draftline.config import DFlashConfig, OptimConfig, RunConfig, sent_beside_states
+from draftline.config import (
+    DFlashConfig,
+    OptimConfig,
+    PipelineConfig,
+    PipelineMode,
+    RunConfig,
+    sent_beside_states,
+)
 from draftline.data.sampler import IntArray, Sampler, fill_rows
 from draftline.data.split import RunData
 from draftline.plan.sizes import TargetSizes
+
+OPERATIONS_WORTH_A_PROCESS = 4e11
+"""Of the target in a whole run on a CPU, floating-point: about half a minute of a core. A process takes some seconds to
+begin, which a shorter run does not win back."""
 
 _TRAINING = 3
 """A forward, the gradient of the states, the gradient of the weights."""
@@ -116,6 +127,30 @@ class Workload:
     def evaluations(self, every: int) -> int:
         """How often held-out data is read; the last step counts once."""
         return -(-self.steps // every) if len(self.heldout) else 0
+
+
+def choose_mode(
+    pipeline: PipelineConfig, *, two_devices: bool, accelerator: bool, cores: int, operations: float
+) -> tuple[PipelineMode, str]:
+    """How the halves of a run share the time, and why: what is set, else by what can be measured before the run.
+
+    Args:
+        two_devices: whether target and drafter are on different ones.
+        accelerator: whether one of these is none of the processor's.
+        cores: that the run may use.
+        operations: of the target in the whole run, floating-point.
+    """
+    if pipeline.mode != "auto":
+        return pipeline.mode, "as set"
+    if pipeline.states_path is not None:
+        return "inline", "states are read from disk"
+    if accelerator:
+        return ("threads", "two devices") if two_devices else ("inline", "one device")
+    if cores < 2:
+        return "inline", "one core"
+    if operations < OPERATIONS_WORTH_A_PROCESS:
+        return "inline", "the run is short"
+    return "processes", f"{cores} cores"
 
 
 def target_operations(sizes: TargetSizes, config: RunConfig, lengths: IntArray) -> float:

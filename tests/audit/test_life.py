@@ -73,7 +73,7 @@ def test_one_long_conversation_is_among_those_that_are_read(tmp_path: Path) -> N
     assert conversations.lengths[few.training_ids].max() == conversations.lengths[:18].max()
 
 
-@pytest.mark.parametrize("mode", ["inline", "threads"])
+@pytest.mark.parametrize("mode", ["inline", "threads", "processes"])
 def test_every_step_is_seen_with_what_it_was_given(mode: str) -> None:
     run, seen = small(f"pipeline.mode={mode}"), list[RecordedStep]()
     before = {name: tensor.clone() for name, tensor in run.drafter.model.state_dict().items()}

@@ -34,7 +34,7 @@ def only_finding(one: AuditSubject, code: str) -> str:
     return report.findings[0].evidence
 
 
-@pytest.mark.parametrize("mode", ["inline", "threads"])
+@pytest.mark.parametrize("mode", ["inline", "threads", "processes"])
 def test_a_clean_run_has_no_finding_and_a_trained_one_no_plan(tmp_path: Path, mode: str) -> None:
     clean = subject(Recipe(settings={"pipeline": {"mode": mode}}), tmp_path)
     report = audited(clean)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GptOssConfig, Qwen3Config
 
-from draftline.config import OptimConfig, RunConfig, TrainConfig
+from draftline.config import OptimConfig, PipelineConfig, RunConfig, TrainConfig
 from draftline.draft.attention import BlockLayout, DenseAttention
 from draftline.draft.block import supervised_slots
 from draftline.draft.model import DFlashDraftModel
@@ -18,6 +19,7 @@ from draftline.plan.sizes import TargetSizes, described_target
 from draftline.plan.work import (
     Conversations,
     Workload,
+    choose_mode,
     drafter_operations,
     target_operations,
     update_operations,
@@ -115,3 +117,21 @@ def test_a_mean_length_gives_as_many_steps_as_such_data() -> None:
     assert work.evaluations(config.train.eval_every) == 1
     shorter = Workload.of_mean(30, 20, 0.5, RunConfig(train=config.train.model_copy(update={"max_steps": 7})))
     assert shorter.passes == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "operations", "mode", "reason"),
+    [
+        ({"cores": 2}, 1e12, "processes", "2 cores"),
+        ({"cores": 2}, 1e9, "inline", "the run is short"),
+        ({"cores": 1}, 1e12, "inline", "one core"),
+        ({"cores": 8, "accelerator": True}, 1e18, "inline", "one device"),
+        ({"cores": 8, "accelerator": True, "two_devices": True}, 1e18, "threads", "two devices"),
+    ],
+)
+def test_the_mode_is_chosen_by_what_is_there(given: dict[str, Any], operations: float, mode: str, reason: str) -> None:
+    facts = {"two_devices": False, "accelerator": False, **given}
+    assert choose_mode(PipelineConfig(), operations=operations, **facts) == (mode, reason)
+    assert choose_mode(PipelineConfig(mode="threads"), operations=operations, **facts) == ("threads", "as set")
+    stored = PipelineConfig(states_path=Path("states"))
+    assert choose_mode(stored, operations=operations, **facts) == ("inline", "states are read from disk")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +42,14 @@ def test_threads_equal_inline_bit_for_bit(whole: Path, tmp_path: Path, loops: in
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("target-loop")]
 
 
+@pytest.mark.parametrize("loops", [1, 2])
+def test_processes_equal_inline_bit_for_bit(whole: Path, tmp_path: Path, loops: int) -> None:
+    words = ["pipeline.mode=processes", f"pipeline.target_loops={loops}", "pipeline.queue_bytes=10000"]
+    small_run(tmp_path / "run", *words)
+    assert_same_run(whole, tmp_path / "run")
+    assert not multiprocessing.active_children()
+
+
 def test_what_the_gate_found_is_kept_beside_the_run(tmp_path: Path) -> None:
     found = Examination(["DRF001"], {"findings": [{"code": "DRF001"}], "checks": []})
     small_run(tmp_path / "run", "train.max_steps=1", examination=found)
@@ -68,7 +77,7 @@ def test_what_a_run_folder_holds(whole: Path) -> None:
     assert set(identity["code"]) == {"commit", "diff_sha256"}
     threads = identity["sessions"][0]["threads_per_loop"]
     assert load_run_config(whole / "config.yaml") == load_run_config(
-        None, [*SETTINGS, f"pipeline.threads_per_loop={threads}"]
+        None, [*SETTINGS, f"pipeline.threads_per_loop={threads}", "pipeline.mode=inline"]
     )
     assert isinstance(load_draft_model(whole), DFlashDraftModel)
 
@@ -150,6 +159,7 @@ def test_a_failing_target_loop_ends_the_run_with_its_cause_and_a_checkpoint(
         (["train.attention=flex"], ConfigError, "flex"),
         (["train.device=nonsense"], DraftlineError, "nonsense"),
         (["pipeline.mode=threads", "pipeline.target_devices=[cpu,cpu]"], ConfigError, "names 2 devices for 1"),
+        (["pipeline.mode=processes", "pipeline.states_path=x"], ConfigError, "has no target to run where states"),
     ],
 )
 def test_settings_that_cannot_be_met_are_one_line_and_leave_nothing(
