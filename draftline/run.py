@@ -33,7 +33,7 @@ from draftline.engine.inline import InlineEngine
 from draftline.engine.process import available_cores, intra_op_threads, stop_on_signals, threads_per_loop
 from draftline.engine.processes import ProcessesEngine
 from draftline.engine.threads import ThreadsEngine, loop_targets
-from draftline.engine.worker import WorkerSettings
+from draftline.engine.worker import WorkerTerms
 from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
@@ -158,7 +158,7 @@ class Run:
             first_row=first_row,
             queue_bytes=pipeline.queue_bytes,
             destination=self.drafter.device,
-            worker=WorkerSettings(self.threads, self.target.device.type, pipeline.patience, folder, say),
+            worker=WorkerTerms(self.threads, self.target.device.type, pipeline.patience, folder, say),
         )
 
     def evaluate(self) -> Record:

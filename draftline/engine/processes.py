@@ -24,8 +24,8 @@ import torch
 
 from draftline.data.sampler import RowPlan
 from draftline.engine.threads import ThreadsEngine
-from draftline.engine.worker import Stopped, Worker, WorkerSettings, pickled
-from draftline.records import PackedBatch, Sample, Samples
+from draftline.engine.worker import Stopped, Worker, WorkerTerms, pickled
+from draftline.records import PackedBatch, Sample
 from draftline.transfer.pack import CaptureLoop, make_row
 from draftline.transfer.shared import RowPlace, RowReader, RowWriter, anonymous_memory
 
@@ -67,7 +67,7 @@ class RowJob:
 class RowWorker(Worker):
     """A target loop in its process, seen from here."""
 
-    def __init__(self, name: str, job: bytes, settings: WorkerSettings, pinned: bool) -> None:
+    def __init__(self, name: str, job: bytes, settings: WorkerTerms, pinned: bool) -> None:
         super().__init__(name, job, settings)
         self._pinned = pinned
         self._reader: RowReader | None = None
@@ -154,7 +154,7 @@ class ProcessesEngine(ThreadsEngine):
         try:
             while True:
                 while len(asked) < _ROWS_AHEAD and (plan := self._next_plan()) is not None:
-                    worker.request(plan, [_sent(self._samples[number]) for number in plan.sample_ids])
+                    worker.request(plan, [sent(self._samples[number]) for number in plan.sample_ids])
                     asked.append(plan)
                 if not asked:
                     return
@@ -166,5 +166,6 @@ class ProcessesEngine(ThreadsEngine):
             return
 
 
-def _sent(sample: Sample) -> SentSample:
+def sent(sample: Sample) -> SentSample:
+    """A conversation as it goes to another process."""
     return sample.sample_id, sample.input_ids.numpy(), sample.loss_mask.numpy()

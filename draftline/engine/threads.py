@@ -23,7 +23,7 @@ import torch
 from draftline.config import TargetConfig
 from draftline.data.sampler import RowPlan
 from draftline.engine.process import set_intra_op_threads
-from draftline.engine.worker import WorkerSettings
+from draftline.engine.worker import WorkerTerms
 from draftline.records import PackedBatch, Samples
 from draftline.targets.model import Target, build_target, load_target, resolve_device
 from draftline.transfer.pack import CaptureLoop, make_row
@@ -53,7 +53,7 @@ class ThreadsEngine:
         first_row: int,
         queue_bytes: int,
         destination: torch.device,
-        worker: WorkerSettings,
+        worker: WorkerTerms,
     ) -> None:
         self._samples = samples
         self._plans = plans

@@ -149,7 +149,7 @@ class _Lost(Exception):
 
 
 @dataclass(frozen=True)
-class WorkerSettings:
+class WorkerTerms:
     """What all workers of an engine have in common.
 
     Attributes:
@@ -176,7 +176,7 @@ class Worker:
         settings: see there.
     """
 
-    def __init__(self, name: str, job: bytes, settings: WorkerSettings) -> None:
+    def __init__(self, name: str, job: bytes, settings: WorkerTerms) -> None:
         self.name, self.restarts = name, 0
         self._job, self._settings = job, settings
         self._asked: deque[tuple[str, tuple[Any, ...]]] = deque()

@@ -7,6 +7,7 @@ the row before. On one device, and on CPU, nothing is copied.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -66,10 +67,11 @@ def to_device(batch: PackedBatch, device: torch.device) -> PackedBatch:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A row whose copy has been started. `ready` fires when it is complete."""
+    """A row whose copy has been started. `ready` fires when it is complete; until then its source must stay."""
 
     batch: PackedBatch
     ready: torch.cuda.Event
+    source: PackedBatch
 
 
 class DeviceStage:
@@ -83,6 +85,7 @@ class DeviceStage:
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: _InFlight | None = None
+        self._copied: deque[_InFlight] = deque()
 
     def __iter__(self) -> DeviceStage:
         return self
@@ -101,6 +104,11 @@ class DeviceStage:
         consumer.wait_event(current.ready)
         for tensor in current.batch.tensors().values():
             tensor.record_stream(consumer)
+        # torch keeps pinned memory of its own until a copy out of it is done, but not memory shared with a target loop,
+        # whose next row would go there
+        self._copied.append(current)
+        while self._copied and self._copied[0].ready.query():
+            self._copied.popleft()
         return current.batch
 
     def _start_copy(self, batch: PackedBatch | None, stream: torch.cuda.Stream) -> _InFlight | None:
@@ -110,7 +118,7 @@ class DeviceStage:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             moved = _map_tensors(batch, lambda tensor: tensor.to(self._device, non_blocking=True))
-            return _InFlight(moved, stream.record_event())
+            return _InFlight(moved, stream.record_event(), batch)
 
 
 def _map_tensors(batch: PackedBatch, function: Callable[[Tensor], Tensor]) -> PackedBatch:

@@ -14,7 +14,7 @@ from draftline.data.sampler import RowPlan, Sampler
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import intra_op_threads
 from draftline.engine.threads import ThreadsEngine, share_weights
-from draftline.engine.worker import WorkerSettings
+from draftline.engine.worker import WorkerTerms
 from draftline.errors import PipelineError
 from draftline.records import PackedBatch
 from draftline.targets.loop import TargetForwardLoop
@@ -56,7 +56,7 @@ def threads_engine(loops: Sequence[CaptureLoop], first: int = 0, queue_bytes: in
         first_row=first,
         queue_bytes=queue_bytes,
         destination=torch.device("cpu"),
-        worker=WorkerSettings(threads=1, device_type="cpu", patience=60.0),
+        worker=WorkerTerms(threads=1, device_type="cpu", patience=60.0),
     )
 
 

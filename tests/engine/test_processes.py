@@ -17,7 +17,7 @@ from torch import nn
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import intra_op_threads
 from draftline.engine.processes import ProcessesEngine, RowJob
-from draftline.engine.worker import MOST_RESTARTS, WorkerSettings, pickled
+from draftline.engine.worker import MOST_RESTARTS, WorkerTerms, pickled
 from draftline.errors import ConfigError, PipelineError, TargetError
 from draftline.records import CapturedSample, PackedBatch, Sample
 from draftline.targets.loop import TargetForwardLoop
@@ -65,7 +65,7 @@ def engine(
         first_row=first,
         queue_bytes=queue_bytes,
         destination=torch.device("cpu"),
-        worker=WorkerSettings(**{"threads": 1, "device_type": "cpu", "patience": 120.0, **settings}),  # type: ignore[arg-type]
+        worker=WorkerTerms(**{"threads": 1, "device_type": "cpu", "patience": 120.0, **settings}),  # type: ignore[arg-type]
     )
 
 

@@ -26,11 +26,13 @@ from draftline.train.step import Drafter
 from draftline.transfer import pack as pack_module
 from draftline.transfer import stage as stage_module
 from draftline.transfer.queue import HiddenStatesQueue
+from draftline.transfer.shared import RowPlace, RowReader
 from draftline.transfer.store import StatesStore
 from tests.zoo.fault import fault, handing, on_model
 from tests.zoo.pipeline import Recipe, World, random_model
 
 THREADS = Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 2}})
+PROCESSES = Recipe(settings={"pipeline": {"mode": "processes"}})
 STORED = Recipe(settings={"pipeline": {"states_path": "states"}})
 LONG = Recipe(data="long")
 WINDOW = Recipe(data="long", settings={"drafter": {"num_sliding_layers": 2, "sliding_window": 40}})
@@ -217,6 +219,17 @@ def _(world: World) -> None:
         return [*made[:-1], build_target("zoo", low, target.tokenizer)]
 
     world.patch.setattr(run_module, "loop_targets", loops)
+
+
+@fault("memory shared with a target loop is written again while its row waits", "B74", "RUN016", PROCESSES)
+def _(world: World) -> None:
+    clean = RowReader.read
+
+    def read(reader: RowReader, plan: RowPlan, place: RowPlace) -> PackedBatch:
+        reader.returned.append(place.offset)
+        return clean(reader, plan, place)
+
+    world.patch.setattr(RowReader, "read", read)
 
 
 @fault("the store keeps states in eight bits", "B74", "RUN003", STORED)

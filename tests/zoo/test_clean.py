@@ -104,6 +104,7 @@ CLEAN: dict[str, Recipe] = {
     "a target from a checkpoint": Recipe(loaded=True),
     "states kept on disk": Recipe(settings={"pipeline": {"states_path": "states"}}),
     "two target loops in threads": Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 2}}),
+    "a target loop in a process": Recipe(settings={"pipeline": {"mode": "processes"}}),
     "layers of the target to start from": Recipe(settings=_drafter(start_from="target_layers")),
     "no data yet": Recipe(data="none"),
     "reduced vocabulary": REDUCED,
