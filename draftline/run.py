@@ -390,9 +390,10 @@ def train_run(config: RunConfig, folder: Path, *, resume: bool = False) -> RunRe
 def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
     """Say what the run will take, and refuse what cannot fit into memory or on the disk."""
     work = Workload.of_data(run.data, run.config)
-    estimate = estimate_run(run.config, run.shape, TargetSizes.of(run.target), work)
+    sizes, together = TargetSizes.of(run.target), run.drafter.device == run.target.device
+    estimate = estimate_run(run.config, run.shape, sizes, work)
+    estimate = estimate if together else estimate.apart(sizes)
     watcher.say(estimate.sentence())
-    together = run.drafter.device == run.target.device
     needs = (*estimate.drafter, *estimate.target) if together else estimate.drafter
     check_memory(needs, memory_of(run.drafter.device), str(run.drafter.device))
     check_disk(folder, estimate)

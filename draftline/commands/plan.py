@@ -75,7 +75,7 @@ def planned(
     config = config.model_copy(update={"pipeline": _with_mode(options, config, sizes, work)})
     estimate = estimate_run(config, shape, sizes, work)
     time = estimate_time(config, shape, sizes, work, device, options.devices)
-    return estimate, time, device, work, shape
+    return estimate if options.devices == 1 else estimate.apart(sizes), time, device, work, shape
 
 
 def _with_mode(options: PlanCommand, config: RunConfig, sizes: TargetSizes, work: Workload) -> PipelineConfig:

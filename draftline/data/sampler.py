@@ -106,13 +106,13 @@ class Sampler:
 
 def fill_rows(sample_ids: IntArray, lengths: IntArray, tokens_per_row: int) -> list[tuple[int, ...]]:
     """Cut a sequence of conversations into consecutive rows of at most `tokens_per_row` tokens."""
-    ends = np.cumsum(lengths)
+    ends, ids = np.cumsum(lengths).tolist(), sample_ids.tolist()  # lists: numpy is slow at one number at a time
     rows: list[tuple[int, ...]] = []
     start = 0
-    while start < len(lengths):
-        used = int(ends[start - 1]) if start else 0
-        stop = max(start + 1, int(np.searchsorted(ends, used + tokens_per_row, side="right")))
-        rows.append(tuple(sample_ids[start:stop].tolist()))
+    while start < len(ids):
+        used = ends[start - 1] if start else 0
+        stop = max(start + 1, bisect_right(ends, used + tokens_per_row))
+        rows.append(tuple(ids[start:stop]))
         start = stop
     return rows
 

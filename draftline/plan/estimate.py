@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,11 @@ class RunEstimate:
     def largest(self) -> Item:
         """The item that most memory goes into."""
         return max((*self.target, *self.drafter, *self.host), key=lambda item: item.num_bytes)
+
+    def apart(self, sizes: TargetSizes) -> RunEstimate:
+        """The same with a device for each half: the drafter's has a copy of the target's table and head."""
+        copied = Item("the target's table and head", sizes.borrowed_bytes, "target.dtype")
+        return replace(self, drafter=(*self.drafter, copied))
 
     def sentence(self) -> str:
         """One line for people."""

@@ -127,6 +127,16 @@ def test_devices_of_their_own_make_halves_overlap() -> None:
     assert kept.target_seconds == kept.capture_seconds
 
 
+def test_a_drafter_with_a_device_of_its_own_has_a_copy_of_table_and_head() -> None:
+    config = RunConfig()
+    together = estimate_run(config, tiny_config(), sizes(), Workload.of_mean(10, 9, 0.5, config))
+    target = tiny_target()
+    parts = (target.embedding, target.head.lm_head)
+    copied = sum(p.numel() * p.element_size() for part in parts for p in part.parameters())
+    assert together.apart(sizes()).drafter_bytes - together.drafter_bytes == copied
+    assert together.apart(sizes()).target_bytes == together.target_bytes
+
+
 def test_what_cannot_fit_is_refused_with_what_lowers_it() -> None:
     items = (Item("weights", 10_000_000, "target.dtype"), Item("activations", 30_000_000, "train.num_anchors"))
     check_memory(items, 40_000_000, "cpu")
