@@ -98,7 +98,8 @@ def _usage(error: typer.TyperException) -> str:
 def _fail(line: str, status: int, debug: bool) -> int:
     if debug:
         traceback.print_exc()
-    print(f"draftline: {line}", file=sys.stderr)
+    if line:  # else another rank says it
+        print(f"draftline: {line}", file=sys.stderr)
     return status
 
 

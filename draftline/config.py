@@ -241,7 +241,9 @@ class TrainConfig(Settings):
     tokens_per_row: int = Field(8192, ge=2)
     """Conversations are packed into rows of at most this many tokens; one row is one micro-batch."""
     rows_per_step: int = Field(1, ge=1)
-    """Micro-batches summed before the optimiser moves."""
+    """Micro-batches summed before the optimiser moves, on all ranks together: of N ranks each takes every N-th."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """What each of several ranks keeps: `none` a whole drafter; `fsdp` a share of weights, gradient and moments."""
     attention: Literal["auto", "dense", "grouped", "flex"] = "auto"
     """`auto`: flex_attention on CUDA, grouped elsewhere. `dense` builds the whole mask: for tests."""
     seed: int = Field(0, ge=0)

@@ -10,12 +10,14 @@
     ├── ServerError        a server does not answer, speaks another interface, or was started without what is wanted
     ├── StorageError       the disk is full or refuses to be written
     ├── PipelineError      a loop of the pipeline failed; the cause is chained
-    │   └── UpdateError    the optimiser failed half-way, so that weights and moments are in doubt
+    │   ├── UpdateError    the optimiser failed half-way, so that weights and moments are in doubt
+    │   └── RankError      another rank of the run has failed, or does not answer
     ├── AuditRefusal       the audit found what would make the run worthless; exit status 1
     └── Interrupted        Ctrl-C or SIGTERM: state was saved, exit status 130
 
-The message of each is one line that names the value, the reason and the fix. The command line prints that line
-and exits with `exit_status`; a traceback appears only with `--debug`.
+The message of each is one line that names the value, the reason and the fix. The command line prints that line, if
+there is one (of ranks that fail together one speaks), and exits with `exit_status`; a traceback appears only with
+`--debug`.
 """
 
 
@@ -65,6 +67,18 @@ class PipelineError(DraftlineError):
 
 class UpdateError(PipelineError):
     """The optimiser failed half-way: weights and moments are in doubt and must not be saved."""
+
+
+class RankError(PipelineError):
+    """Another rank of the run has failed, or does not answer.
+
+    Attributes:
+        status: with which all ranks exit.
+    """
+
+    def __init__(self, message: str, status: int = PipelineError.exit_status) -> None:
+        super().__init__(message)
+        self.exit_status = status
 
 
 class AuditRefusal(DraftlineError):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from draftline.config import DFlashConfig, RunConfig, flatten, sent_beside_states
 from draftline.data.dataset import PreparedDataset, open_data
-from draftline.data.sampler import Sampler, heldout_rows
+from draftline.data.sampler import Deal, Sampler, heldout_rows
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.data.template import tokenizer_hash
 from draftline.draft.block import FrozenTarget
@@ -47,10 +47,11 @@ from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
-from draftline.train.checkpoint import CheckpointStore, TrainState, read_checkpoint
-from draftline.train.log import Display, Record, RunLog, metrics_record, open_display
+from draftline.train.checkpoint import Checkpoint, CheckpointStore, TrainState, read_checkpoint, shared_checkpoint
+from draftline.train.log import Display, NoDisplay, Record, RunLog, SilentLog, StepLog, metrics_record, open_display
 from draftline.train.loop import DrafterTrainLoop
-from draftline.train.run_folder import RunFolder
+from draftline.train.ranks import ALONE, Ranks
+from draftline.train.run_folder import RunFolder, code_identity
 from draftline.train.step import HELDOUT_SEED, Drafter
 from draftline.train.trackers import Trackers
 from draftline.transfer.pack import CaptureLoop, make_rows
@@ -139,14 +140,25 @@ class Run:
             raise ConfigError(f"pipeline.target_devices names {len(devices)} devices for {count} target loop(s)")
         return devices
 
-    def engine(self, first_row: int, folder: Path | None = None, say: Callable[[str], None] = say) -> RunEngine:
-        """Makes the rows from a place of the order on, in the configured mode.
+    def deal(self, ranks: Ranks) -> Deal:
+        """The rows of one of the ranks that train."""
+        return Deal(self.sampler.total_rows, self.config.train.rows_per_step, ranks.rank, ranks.count)
+
+    def engine(
+        self,
+        first_row: int,
+        folder: Path | None = None,
+        say: Callable[[str], None] = say,
+        ranks: Ranks = ALONE,
+    ) -> RunEngine:
+        """Makes the rows of a rank from a place of the order on, in the configured mode.
 
         Args:
             folder: gets the stacks of a target loop that hangs.
             say: gets a line about each loop that is replaced.
         """
-        pipeline, samples, plans = self.config.pipeline, self.data.training, self.sampler.plans(first_row)
+        pipeline, samples = self.config.pipeline, self.data.training
+        plans = self.deal(ranks).plans(self.sampler.plans(first_row))
         if pipeline.mode == "inline":
             return InlineEngine(loop=self.source(samples), samples=samples, plans=plans)
         targets = loop_targets(self.target, self.config.target, self.target_devices())
@@ -155,7 +167,7 @@ class Run:
             loops=[self.source(samples, target) for target in targets],
             samples=samples,
             plans=plans,
-            first_row=first_row,
+            first_row=first_row if ranks.count == 1 else 0,
             queue_bytes=pipeline.queue_bytes,
             destination=self.drafter.device,
             worker=WorkerTerms(self.threads, self.target.device.type, pipeline.patience, folder, say),
@@ -199,9 +211,8 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
         CheckpointError, TargetError: the drafter to train further cannot be used.
     """
     _check_data_fits(data, target)
-    pipeline = config.pipeline
-    threads = threads_per_loop(available_cores(), pipeline.threads_per_loop)
-    config = config.model_copy(update={"pipeline": pipeline.model_copy(update={"threads_per_loop": threads})})
+    threads = threads_per_loop(available_cores(), config.pipeline.threads_per_loop)
+    config = _with_threads(config, threads)
     continued = start or drafter_to_continue(config.drafter, target)
     if continued is None:
         shape = resolve_drafter_config(target, config.drafter, data.training.used_token_ids())
@@ -308,21 +319,30 @@ class Watcher:
     stopping: Callable[[], AbstractContextManager[Callable[[], bool]]] = stop_on_signals
 
 
-def open_run(config: RunConfig, folder: Path, *, resume: bool = False) -> Run:
+def open_run(config: RunConfig, folder: Path, *, resume: bool = False, ranks: Ranks = ALONE) -> Run:
     """Load what the settings name and assemble it, for a run that is to be written into `folder`.
 
+    Args:
+        ranks: who trains; all have to open the same run.
+
     Raises:
-        ConfigError: a setting cannot be met, or contradicts the run that is to be continued.
+        ConfigError: a setting cannot be met, or contradicts the run that is to be continued, or ranks differ.
         StorageError: `folder` is in use.
         DataError, TargetError, CheckpointError: see their modules.
     """
-    RunFolder(folder).check_usable(config, resume)
+    ranks.check_settings(config, code_identity())
+    ranks.first(partial(RunFolder(folder).check_usable, config, resume))
     training, heldout = open_data(config)
     target = load_target(config.target)
     for prepared in (training, heldout):
         if prepared is not None:
             _check_tokenizer(prepared, target)
-    return assemble(with_saved_threads(config, folder), target, choose_conversations(config, training, heldout))
+    data = choose_conversations(config, training, heldout)
+    ranks.compare({"a target with weights": weights_fingerprint(target.model), "data": data.fingerprint})
+    saved = ranks.first(partial(with_saved_threads, config, folder))
+    run = assemble(_with_threads(config, saved.pipeline.threads_per_loop), target, data)
+    ranks.compare({"a drafter with first weights": run.drafter.checksum()})
+    return run
 
 
 def train(
@@ -332,12 +352,15 @@ def train(
     resume: bool = False,
     examination: Examination | None = None,
     watcher: Watcher | None = None,
+    ranks: Ranks = ALONE,
 ) -> RunResult:
     """Train an assembled run in a folder that `RunFolder.check_usable` has let pass.
 
     Args:
         resume: continue from the newest checkpoint in the folder, if there is one.
         examination: what was found before this session; kept in `audit.json`, what was allowed also in `run.json`.
+        watcher: who follows the run; none: a person at a terminal, on the first rank.
+        ranks: who trains; only the first of them reads and writes in the folder.
 
     Raises:
         CheckpointError, ConfigError: on resume, what is in the folder is damaged, or belongs to another run.
@@ -345,37 +368,33 @@ def train(
         Interrupted: Ctrl-C or SIGTERM; the state was saved.
         PipelineError: a target loop failed; the state was saved.
     """
-    watcher = watcher or Watcher()
-    RunFolder(folder).check_same_target(weights_fingerprint(run.target.model))
+    watcher = watcher or _watcher(ranks)
     checkpoints = CheckpointStore(folder, run.config.train.keep_last)
-    state = _restore(run, folder, checkpoints, watcher) if resume else None
-    _estimate(run, folder, watcher)
-    state = state or TrainState(StepMetrics.zero(run.shape.block_size))
-    _write_identity(run, folder, state, examination)
+    beginning = partial(_begin, run, folder, checkpoints, watcher, resume, examination, ranks)
+    checkpoint = shared_checkpoint(ranks, beginning)
+    if checkpoint is not None and not ranks.leads:
+        run.drafter.restore(checkpoint, folder)
+    state = TrainState(StepMetrics.zero(run.shape.block_size)) if checkpoint is None else checkpoint.state
+    ranks.sharded = ranks.count > 1 and run.config.train.sharding == "fsdp"
+    run.drafter.join(ranks)
     with ExitStack() as stack:
         stack.enter_context(intra_op_threads(run.threads))
-        run.fill_stores()  # before signals wait for a step
-        engine = run.engine(state.next_row, folder, watcher.say)
+        _fill_stores(run, ranks)  # before signals wait for a step
+        engine = run.engine(state.next_row, folder, watcher.say, ranks)
         stop_requested = stack.enter_context(watcher.stopping())
         stack.enter_context(engine)
-        log = RunLog(
-            run=RunFolder(folder),
-            state=state,
-            learning_rate=run.drafter.learning_rate,
-            loss=run.config.loss,
-            statistics=engine.statistics,
-            display=watcher.display(state.step, run.sampler.total_steps),
-            trackers=_trackers(run.config, folder, state, watcher),
-        )
+        log = _open_log(run, folder, state, engine, watcher) if ranks.leads else SilentLog()
         stack.enter_context(closing(log))
         loop = DrafterTrainLoop(
             drafter=run.drafter,
             rows=DeviceStage(engine, run.drafter.device),
+            deal=run.deal(ranks),
             total_steps=run.sampler.total_steps,
             state=state,
             log=log,
-            evaluate=run.evaluate,
-            save=partial(_save, run, checkpoints, log),
+            evaluate=partial(_evaluate, run, ranks),
+            save=partial(_save, run, checkpoints, log, ranks),
+            rescue=_rescue(ranks, partial(_save, run, checkpoints, log, ALONE)),
             stop_requested=stop_requested,
         )
         loop.run()
@@ -387,16 +406,43 @@ def train_run(config: RunConfig, folder: Path, *, resume: bool = False) -> RunRe
     return train(open_run(config, folder, resume=resume), folder, resume=resume)
 
 
-def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
+def _watcher(ranks: Ranks) -> Watcher:
+    """A person at a terminal, who hears the first rank alone."""
+    stopping = partial(stop_on_signals, ranks)
+    if ranks.leads:
+        return Watcher(stopping=stopping)
+    return Watcher(lambda _text: None, lambda _step, _steps: NoDisplay(), stopping)
+
+
+def _begin(
+    run: Run,
+    folder: Path,
+    checkpoints: CheckpointStore,
+    watcher: Watcher,
+    resume: bool,
+    examination: Examination | None,
+    ranks: Ranks,
+) -> Checkpoint | None:
+    """What the first rank does in the folder before the first step; gives the checkpoint to continue from, if any."""
+    RunFolder(folder).check_same_target(weights_fingerprint(run.target.model))
+    checkpoint = _newest(run, folder, checkpoints, watcher) if resume else None
+    _estimate(run, folder, watcher, ranks)
+    _write_identity(run, folder, checkpoint.state.step if checkpoint else 0, examination, ranks)
+    return checkpoint
+
+
+def _estimate(run: Run, folder: Path, watcher: Watcher, ranks: Ranks) -> None:
     """Say what the run will take, and refuse what cannot fit into memory or on the disk."""
     work = Workload.of_data(run.data, run.config)
     sizes, together = TargetSizes.of(run.target), run.drafter.device == run.target.device
-    estimate = estimate_run(run.config, run.shape, sizes, work)
+    estimate = estimate_run(run.config, run.shape, sizes, work, ranks.count)
     estimate = estimate if together else estimate.apart(sizes)
     watcher.say(estimate.sentence())
     needs = (*estimate.drafter, *estimate.target) if together else estimate.drafter
     check_memory(needs, memory_of(run.drafter.device), str(run.drafter.device))
     check_disk(folder, estimate)
+    if ranks.count > 1:
+        watcher.say(ranks.sentence(run.config.train))
     loops, cores = len(run.target_devices()), available_cores()
     shared = f"{run.threads} thread(s) for each of them and for the drafter"
     watcher.say(f"{cores} core(s), {loops} target loop(s): {shared}; {run.overlap}")
@@ -406,13 +452,21 @@ def _estimate(run: Run, folder: Path, watcher: Watcher) -> None:
         watcher.say(run.vocabulary.sentence())
 
 
-def _trackers(config: RunConfig, folder: Path, state: TrainState, watcher: Watcher) -> Trackers:
-    settings = flatten(config.model_dump(mode="json"))
-    return Trackers(config.train.trackers, folder, state.step + 1, settings, watcher.say)
+def _open_log(run: Run, folder: Path, state: TrainState, engine: RunEngine, watcher: Watcher) -> StepLog:
+    settings = flatten(run.config.model_dump(mode="json"))
+    return RunLog(
+        run=RunFolder(folder),
+        state=state,
+        learning_rate=run.drafter.learning_rate,
+        loss=run.config.loss,
+        statistics=engine.statistics,
+        display=watcher.display(state.step, run.sampler.total_steps),
+        trackers=Trackers(run.config.train.trackers, folder, state.step + 1, settings, watcher.say),
+    )
 
 
-def _restore(run: Run, folder: Path, checkpoints: CheckpointStore, watcher: Watcher) -> TrainState | None:
-    """Continue from the newest checkpoint; without one, start at the beginning.
+def _newest(run: Run, folder: Path, checkpoints: CheckpointStore, watcher: Watcher) -> Checkpoint | None:
+    """The newest checkpoint of the folder; without one the run starts at the beginning.
 
     Raises:
         CheckpointError: it is damaged, or of another run.
@@ -427,21 +481,48 @@ def _restore(run: Run, folder: Path, checkpoints: CheckpointStore, watcher: Watc
     run.drafter.restore(checkpoint, newest)
     checkpoints.tidy(checkpoint.state)
     watcher.say(f"continuing after step {checkpoint.state.step} of {run.sampler.total_steps}")
-    return checkpoint.state
+    return checkpoint
 
 
-def _save(run: Run, checkpoints: CheckpointStore, log: RunLog, state: TrainState) -> None:
-    """Write a checkpoint, unless nothing has been learned yet."""
-    if state.step:
+def _rescue(ranks: Ranks, save: Callable[[TrainState], None]) -> Callable[[TrainState], None]:
+    """What saves a state where a rank has failed: the first does it alone, if it has the whole drafter."""
+    return save if ranks.leads and not ranks.sharded else lambda _state: None
+
+
+def _fill_stores(run: Run, ranks: Ranks) -> None:
+    """Capture where states are kept on disk: one rank after the other, of which the first finds most to do."""
+    for rank in range(ranks.count):
+        if rank == ranks.rank:
+            run.fill_stores()
+        ranks.gather(None)
+
+
+def _evaluate(run: Run, ranks: Ranks) -> Record:
+    """Figures on held-out conversations, measured by the first rank."""
+    drafter = run.drafter.assembled()
+    return ranks.first((run if drafter is run.drafter else replace(run, drafter=drafter)).evaluate)
+
+
+def _save(run: Run, checkpoints: CheckpointStore, log: StepLog, ranks: Ranks, state: TrainState) -> None:
+    """Write a checkpoint, unless nothing has been learned yet; the first rank does, and the others wait for it."""
+    if not state.step:
+        return
+    ranks.check_replicas(run.drafter.checksum)
+    checkpoint = run.drafter.checkpoint(state, run.data.fingerprint)
+
+    def write() -> None:
         log.sync()
-        checkpoints.save(run.drafter.checkpoint(state, run.data.fingerprint))
+        checkpoints.save(checkpoint)
+
+    ranks.first(write)
 
 
-def _write_identity(run: Run, folder: Path, state: TrainState, examination: Examination | None) -> None:
+def _write_identity(run: Run, folder: Path, step: int, examination: Examination | None, ranks: Ranks) -> None:
     session: dict[str, Any] = {
-        "first_step": state.step,
+        "first_step": step,
         "cores": available_cores(),
         "threads_per_loop": run.threads,
+        "ranks": ranks.count,
     }
     if examination is not None and examination.allowed:
         session["allowed"] = list(examination.allowed)
@@ -464,10 +545,11 @@ def _write_identity(run: Run, folder: Path, state: TrainState, examination: Exam
 def with_saved_threads(config: RunConfig, folder: Path) -> RunConfig:
     """The number of threads wished for, else that of the run so far in `folder`: results depend on it bit for bit."""
     saved = None if config.pipeline.threads_per_loop is not None else RunFolder(folder).config()
-    if saved is None:
-        return config
-    pipeline = config.pipeline.model_copy(update={"threads_per_loop": saved.pipeline.threads_per_loop})
-    return config.model_copy(update={"pipeline": pipeline})
+    return config if saved is None else _with_threads(config, saved.pipeline.threads_per_loop)
+
+
+def _with_threads(config: RunConfig, threads: int | None) -> RunConfig:
+    return config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"threads_per_loop": threads})})
 
 
 def drafter_device(name: str) -> torch.device:

@@ -39,6 +39,7 @@ from draftline.options import ExportDtype, ExportSettings, Reader
 from draftline.records import PackedBatch, Sample
 from draftline.run import Run, Watcher, assemble, train
 from draftline.targets.model import Target
+from draftline.train.log import NoDisplay
 from draftline.train.run_folder import SPEED_FILE, RunFolder
 from draftline.train.step import Drafter, StepResult
 
@@ -356,20 +357,7 @@ def _leave_lines(folder: RunFolder) -> None:
 
 def quiet_watcher() -> Watcher:
     """Says and shows nothing, and is stopped by signals only."""
-    return Watcher(say=lambda _text: None, display=lambda _step, _steps: _NoDisplay())
-
-
-class _NoDisplay:
-    """Nobody watches."""
-
-    def advance(self, step: int) -> None:
-        """A step is done."""
-
-    def show(self, text: str) -> None:
-        """The latest figures."""
-
-    def close(self) -> None:
-        """The run has ended."""
+    return Watcher(say=lambda _text: None, display=lambda _step, _steps: NoDisplay())
 
 
 @contextmanager

@@ -179,8 +179,7 @@ class AuditSubject:
         with drafter.precision():
             return step_module.train_step(
                 draft_model=drafter.model,
-                batches=[drafter.as_computed(batch) for batch in batches],
-                anchors=anchors,
+                rows=[(drafter.as_computed(batch), where) for batch, where in zip(batches, anchors, strict=True)],
                 frozen=drafter.frozen,
                 optimizer=optimizer or drafter.optimizer,
                 loss=self.config.loss,

@@ -42,6 +42,7 @@ from draftline.audit.probe import Probe, once_per_audit
 from draftline.audit.reference import model_forward
 from draftline.audit.report import CHECKS, Problem, check
 from draftline.audit.subject import NotApplicable
+from draftline.data.sampler import Deal
 from draftline.draft.loss import StepMetrics
 from draftline.evaluate import generate
 from draftline.evaluate.target_state import decoding_fault
@@ -310,13 +311,15 @@ def _choice(life: Life, judge: Judge) -> None:
     loop = DrafterTrainLoop(
         drafter=drafter,  # type: ignore[arg-type]  # has what the loop asks of one
         rows=iter([replace(row, sequence_number=i, step=i, last_of_step=True) for i in range(len(streaks))]),
+        deal=Deal(len(streaks), rows_per_step=1),
         total_steps=len(streaks),
         state=state,
-        log=log,  # type: ignore[arg-type]
+        log=log,
         evaluate=lambda: (
             {n: (1.0 if n == "loss" else -1.0) * state.step for n in names} | {"streak": streaks[state.step - 1]}
         ),
         save=lambda now: saved.append((now.step, now.best_step, now.best_streak)),
+        rescue=lambda _now: None,
         stop_requested=lambda: False,
     )
     loop.run()

@@ -37,7 +37,7 @@ def audit_words(options: AuditCommand) -> AuditReport:
     places = [word for word in options.words if word not in settings]
     flags = options.flags.words()
     if not places:
-        wanted = train_settings(Path(), [*flags, *settings], recipe=recipe, config=config, resume=False)
+        wanted = train_settings([*flags, *settings], recipe=recipe, config=config)
         check_places(wanted)
         from draftline.audit.report import audit_run_config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,44 +15,68 @@ from draftline.options import TrainCommand
 
 if TYPE_CHECKING:
     from draftline.run import Examination, Run, RunResult
+    from draftline.train.ranks import Ranks
 
 
 def train(options: TrainCommand) -> None:
-    """Audit the run, then train a drafter; hidden states go from target to drafter in memory."""
-    words = [*options.flags.words(), *options.settings]
-    wanted = train_settings(options.out, words, recipe=options.recipe, config=options.config, resume=options.resume)
-    check_places(wanted)
-    from draftline import run as runs  # slow to load: what can be refused without it is by now
+    """Audit the run, then train a drafter, alone or as one of the ranks that torchrun has started."""
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return _train(options, _saved_settings(options), None)
+    from draftline.engine.torchrun import ranks_of_torchrun
 
-    check_codes(options.allow)
-    run = runs.open_run(wanted, options.out, resume=options.resume)
-    trained = examine_and_train(run, options.out, resume=options.resume, allow=options.allow)
-    print(json.dumps(trained.to_json(), ensure_ascii=False))
+    with ranks_of_torchrun() as ranks:
+        return _train(options, ranks.first(lambda: _saved_settings(options)), ranks)
 
 
-def examine_and_train(run: Run, out: Path, *, resume: bool, allow: Collection[str] = ()) -> RunResult:
-    """Train an opened run in a folder; one that is not continued is audited first. Raises as `examine` and `train`."""
-    from draftline import run as runs
+def _saved_settings(options: TrainCommand) -> RunConfig | None:
+    """Of the run that is continued; a recipe that is named is taken instead, so that the command of a run repeats."""
     from draftline.train.run_folder import RunFolder
 
-    examination = None if RunFolder(out).exists else examine(run, allow)
-    return runs.train(run, out, resume=resume, examination=examination)
+    return RunFolder(options.out).config() if options.resume and options.recipe is None else None
+
+
+def _train(options: TrainCommand, saved: RunConfig | None, ranks: Ranks | None) -> None:
+    words = [*options.flags.words(), *options.settings]
+    wanted = train_settings(words, recipe=options.recipe, config=options.config, saved=saved)
+    check_places(wanted)
+    from draftline import run as runs  # slow to load: what can be refused without it is by now
+    from draftline.train.ranks import ALONE
+
+    ranks = ranks or ALONE
+    check_codes(options.allow)
+    run = runs.open_run(wanted, options.out, resume=options.resume, ranks=ranks)
+    trained = examine_and_train(run, options.out, resume=options.resume, allow=options.allow, ranks=ranks)
+    if ranks.leads:
+        print(json.dumps(trained.to_json(), ensure_ascii=False))
+
+
+def examine_and_train(
+    run: Run, out: Path, *, resume: bool, allow: Collection[str] = (), ranks: Ranks | None = None
+) -> RunResult:
+    """Train an opened run in a folder; one that is not continued is audited first. Raises as `examine` and `train`.
+
+    Args:
+        ranks: who trains; the first of them audits. None: this process alone.
+    """
+    from draftline import run as runs
+    from draftline.train.ranks import ALONE
+    from draftline.train.run_folder import RunFolder
+
+    ranks = ranks or ALONE
+    examination = ranks.first(lambda: None if RunFolder(out).exists else examine(run, allow))
+    return runs.train(run, out, resume=resume, examination=examination, ranks=ranks)
 
 
 def train_settings(
-    out: Path, words: Sequence[str], *, recipe: str | None, config: Path | None, resume: bool
+    words: Sequence[str], *, recipe: str | None, config: Path | None, saved: RunConfig | None = None
 ) -> RunConfig:
-    """Settings of a run: a recipe, or on resume those of the run in `out`; then a YAML file; then words.
-
-    A recipe that is named on resume is taken, so that the command that began a run also continues it.
+    """Settings of a run: a recipe, or those that a run has `saved`; then a YAML file; then words.
 
     Raises:
         ConfigError: a setting is unknown or out of range, or nothing says what the target is.
     """
     from draftline.config import find_recipe
-    from draftline.train.run_folder import RunFolder
 
-    saved = RunFolder(out).config() if resume and recipe is None else None
     if saved is None and config is None and not any(word.startswith("target.name=") for word in words):
         raise ConfigError("nothing says what to train for: give --target, --config, or --resume with a run")
     return load_run_config(config, words, saved or find_recipe(recipe or "default"))

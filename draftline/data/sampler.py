@@ -6,13 +6,16 @@ rows are one optimiser step, across the border between two passes if need be; on
 
 There is no state but the sequence number: the plan of row n is computed from the seed and n, so a resumed run, or a
 second process, sees exactly the rows of the uninterrupted one. Cost: one permutation and one cumulative sum per pass.
+
+Several processes share the rows of a step in turn (`Deal`), so that the order, and with it the run, is the same however
+many there are.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -102,6 +105,45 @@ class Sampler:
             rows = fill_rows(self._sample_ids[order], self._lengths[order], self._tokens_per_row)
             self._cached_epoch = (epoch, rows)
         return self._cached_epoch[1]
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Which rows of a run one of its ranks takes: of N ranks, rank r takes the rows r, r + N, r + 2N, ... of the order.
+
+    Attributes:
+        total_rows: of the run.
+        rows_per_step: of all ranks together.
+        rank: from 0.
+        ranks: how many there are.
+    """
+
+    total_rows: int
+    rows_per_step: int
+    rank: int = 0
+    ranks: int = 1
+
+    def first_row(self, step: int) -> int:
+        """Sequence number, in the order of the run, of the first row of a step; behind the last step all rows."""
+        return min(step * self.rows_per_step, self.total_rows)
+
+    def rows_of_step(self, step: int) -> int:
+        """How many rows of a step are this rank's: none where the last step has fewer rows than there are ranks."""
+        return self._before(self.first_row(step + 1)) - self._before(self.first_row(step))
+
+    def plans(self, plans: Iterator[RowPlan]) -> Iterator[RowPlan]:
+        """This rank's rows of a run, or of the rest of it from a step on, numbered from 0 where others take some."""
+        if self.ranks == 1:
+            yield from plans
+            return
+        mine = (plan for plan in plans if plan.sequence_number % self.ranks == self.rank)
+        for number, plan in enumerate(mine):
+            last = plan.sequence_number + self.ranks >= self.first_row(plan.step + 1)
+            yield replace(plan, sequence_number=number, last_of_step=last)
+
+    def _before(self, row: int) -> int:
+        """How many of the rows before one are this rank's."""
+        return (row - self.rank + self.ranks - 1) // self.ranks
 
 
 def fill_rows(sample_ids: IntArray, lengths: IntArray, tokens_per_row: int) -> list[tuple[int, ...]]:

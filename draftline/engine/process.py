@@ -21,6 +21,8 @@ from types import FrameType
 
 import torch
 
+from draftline.train.ranks import ALONE, Ranks
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -57,26 +59,32 @@ def intra_op_threads(count: int) -> Iterator[None]:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[Callable[[], bool]]:
+def stop_on_signals(ranks: Ranks = ALONE) -> Iterator[Callable[[], bool]]:
     """Give a function that says whether a stop was asked for during the block, by Ctrl-C or SIGTERM.
 
-    The first asks the run to stop after its step; a second one ends it at once.
-    Only the main thread of a process can take signals; elsewhere the answer stays no.
+    The first asks the run to stop after its step; a second one ends it at once. Ranks all stop after the same step, and
+    hear a second one as the first: what started them sends it to the others as soon as one of them has ended.
+    Only the main thread of a process can take signals; elsewhere it hears none.
     """
     asked = threading.Event()
 
     def handle(_number: int, _frame: FrameType | None) -> None:
         if asked.is_set():
-            raise KeyboardInterrupt
+            if ranks.count == 1:
+                raise KeyboardInterrupt
+            return
         asked.set()
-        print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        if ranks.count == 1:
+            print("stopping after this step; once more to stop at once", file=sys.stderr, flush=True)
+        elif ranks.leads:
+            print("stopping after this step", file=sys.stderr, flush=True)
 
     if threading.current_thread() is not threading.main_thread():
-        yield asked.is_set
+        yield lambda: ranks.any(asked.is_set())
         return
     before = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
-        yield asked.is_set
+        yield lambda: ranks.any(asked.is_set())
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

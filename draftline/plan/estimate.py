@@ -149,13 +149,16 @@ class TimeEstimate:
         return self.target_seconds / self.drafter_seconds if self.drafter_seconds else 0.0
 
 
-def estimate_run(config: RunConfig, shape: DFlashConfig, sizes: TargetSizes, work: Workload) -> RunEstimate:
-    """Memory and disk of a run.
+def estimate_run(
+    config: RunConfig, shape: DFlashConfig, sizes: TargetSizes, work: Workload, ranks: int = 1
+) -> RunEstimate:
+    """Memory and disk of a run; of several ranks the memory of each.
 
     Args:
         shape: of the drafter.
         sizes: of the target, in the precision in which it runs.
         work: the data.
+        ranks: how many train.
     """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in DFlashDraftModel(shape).parameters())
@@ -169,7 +172,7 @@ def estimate_run(config: RunConfig, shape: DFlashConfig, sizes: TargetSizes, wor
     return RunEstimate(
         parameters=parameters,
         target=_target_items(config, sizes, tokens, states + beside),
-        drafter=_drafter_items(config, shape, work, parameters, 2 * parameters - muon, tokens * wire),
+        drafter=_drafter_items(config, shape, work, (parameters, 2 * parameters - muon), tokens * wire, ranks),
         host=(Item("rows that wait", min(queue, work.rows * tokens * wire), "pipeline.queue_bytes"),) if queue else (),
         row_tokens=tokens,
         wire_bytes=wire,
@@ -198,8 +201,11 @@ def _target_items(config: RunConfig, sizes: TargetSizes, row_tokens: int, state_
 
 
 def _drafter_items(
-    config: RunConfig, shape: DFlashConfig, work: Workload, parameters: int, moments: int, row_bytes: int
+    config: RunConfig, shape: DFlashConfig, work: Workload, numbers: tuple[int, int], row_bytes: int, ranks: int
 ) -> tuple[Item, ...]:
+    """Of the half that trains; `numbers`: parameters, and what the optimiser keeps of them."""
+    parameters, moments = numbers
+    kept = ranks if config.train.sharding == "fsdp" else 1
     low, anchors = config.train.precision == "bfloat16", config.train.num_anchors
     tables = _LOGITS_COPIES + (_TEACHER_COPIES if config.loss.teaches_distribution else 0)
     slots = int(supervised_slots(shape, work.row, anchors))
@@ -207,9 +213,10 @@ def _drafter_items(
     logits = tables * chunk_slots * shape.head_rows * _FLOAT
     chunk = Item("logits of a chunk", logits, "loss.chunk_size")
     gradients = Item("gradients", _FLOAT * parameters, "drafter.num_layers")
+    together = _FLOAT * parameters if kept > 1 else 0  # put together for a row, beside the share
     return (
-        Item("weights", _FLOAT * parameters, "drafter.num_layers"),
-        Item("moments of the optimiser", _FLOAT * moments, "optim.name"),
+        Item("weights", _FLOAT * parameters // kept + together, "drafter.num_layers"),
+        Item("moments of the optimiser", _FLOAT * moments // kept, "train.sharding" if kept < ranks else "optim.name"),
         Item("rows in hand", row_bytes, "train.tokens_per_row"),
         Item("activations", activation_bytes(shape, work.row, anchors, low), "train.num_anchors"),
         # one after the other: gradients come into being while activations are given back

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -29,10 +29,12 @@ from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError
 from draftline.storage import new_folder, reason_of, remove_folder, remove_leftovers
+from draftline.train.ranks import Ranks
 from draftline.train.run_folder import STATE_FILE, RunFolder, checkpoint_folder
 
 FORMAT_VERSION = 1
 _USE_ANOTHER = "copy the checkpoint again, or delete it and use an earlier one"
+_PARTS = ("weights", "moments", "random")
 _TENSOR_FILES = ("drafter.safetensors", "optimizer.safetensors", "random.safetensors")
 
 
@@ -196,8 +198,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: it is not a checkpoint, of another version, incomplete, or damaged.
     """
     record, checksums = read_record(folder), read_state(folder)["sha256"]
-    tensors = (_read_tensors(folder, name, checksums[name]) for name in _TENSOR_FILES)
-    return Checkpoint(record.state, record.run_config, record.drafter_config, record.data_fingerprint, *tensors)
+    return Checkpoint(*_record_of(record), *(_read_tensors(folder, name, checksums[name]) for name in _TENSOR_FILES))
 
 
 def read_record(folder: Path) -> CheckpointRecord:
@@ -218,6 +219,38 @@ def read_record(folder: Path) -> CheckpointRecord:
         raise _other_version(folder) from error
     except (LookupError, TypeError, ValueError, RuntimeError, AssertionError) as error:
         raise CheckpointError(f"{folder / STATE_FILE} has a progress that is not one: {_USE_ANOTHER}") from error
+
+
+def shared_checkpoint(ranks: Ranks, read: Callable[[], Checkpoint | None]) -> Checkpoint | None:
+    """The checkpoint that the first rank reads, on every rank, whatever the others see of its disk."""
+    if ranks.count == 1:
+        return read()
+    held: list[Checkpoint] = []
+
+    def describe() -> tuple[CheckpointRecord, dict[str, dict[str, tuple[Any, Any]]]] | None:
+        checkpoint = read()
+        if checkpoint is None:
+            return None
+        held.append(checkpoint)
+        record = CheckpointRecord(*_record_of(checkpoint))
+        forms = {part: {name: (t.shape, t.dtype) for name, t in getattr(checkpoint, part).items()} for part in _PARTS}
+        return record, forms
+
+    described = ranks.first(describe)
+    if described is None:
+        return None
+    record, forms = described
+    if not held:
+        empty = (
+            {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in forms[part].items()} for part in _PARTS
+        )
+        held.append(Checkpoint(*_record_of(record), *empty))
+    ranks.share_([getattr(held[0], part)[name] for part in _PARTS for name in forms[part]])
+    return held[0]
+
+
+def _record_of(record: CheckpointRecord) -> tuple[TrainState, RunConfig, DFlashConfig, str]:
+    return record.state, record.run_config, record.drafter_config, record.data_fingerprint
 
 
 def load_draft_model(folder: Path) -> DFlashDraftModel:

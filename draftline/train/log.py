@@ -55,6 +55,35 @@ def metrics_record(metrics: StepMetrics, loss: LossConfig) -> Record:
     }
 
 
+class StepLog(Protocol):
+    """What is told of each step; see `RunLog`."""
+
+    def advance(self, state: TrainState) -> None: ...
+
+    def write(self, state: TrainState, result: StepResult, heldout: Record) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SilentLog:
+    """Of the ranks that write nothing."""
+
+    def advance(self, _state: TrainState) -> None:
+        """Nobody watches."""
+
+    def write(self, state: TrainState, _result: StepResult, _heldout: Record) -> None:
+        """Begin the next window where the rank that writes does."""
+        state.take_window()
+
+    def sync(self) -> None:
+        """There is nothing to bring to the disk."""
+
+    def close(self) -> None:
+        """Nothing was opened."""
+
+
 class RunLog:
     """Writes what was learned and how fast, sends the scalars of both to trackers, and feeds the display.
 
@@ -193,6 +222,19 @@ def _rate(amount: float, seconds: float) -> float:
 
 class Display(Protocol):
     """What a person sees of a run."""
+
+    def advance(self, step: int) -> None:
+        """A step is done."""
+
+    def show(self, text: str) -> None:
+        """The latest figures."""
+
+    def close(self) -> None:
+        """The run has ended."""
+
+
+class NoDisplay:
+    """Nobody watches."""
 
     def advance(self, step: int) -> None:
         """A step is done."""

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from draftline.data.sampler import Deal
 from draftline.errors import Interrupted, StorageError, UpdateError
 from draftline.records import PackedBatch
 from draftline.train.checkpoint import TrainState
-from draftline.train.log import Record, RunLog
+from draftline.train.log import Record, StepLog
 from draftline.train.step import Drafter
 
 
@@ -23,17 +24,20 @@ from draftline.train.step import Drafter
 class DrafterTrainLoop:
     """Takes rows, on the drafter's device and from `state.next_row` on, until the last of `total_steps` steps.
 
-    `evaluate` gives figures on held-out data, none if nothing is held out; `heldout` keeps the last. The checkpoint
-    with the highest `streak` is the best. `save` makes a state survive the process.
+    `deal` says how many of a step's rows are here and not on other ranks. `evaluate` gives figures on held-out data,
+    none if nothing is held out; `heldout` keeps the last. The checkpoint with the highest `streak` is the best. `save`
+    makes a state survive the process, with all ranks; `rescue` without the others, where one has failed.
     """
 
     drafter: Drafter
     rows: Iterator[PackedBatch]
+    deal: Deal
     total_steps: int
     state: TrainState
-    log: RunLog
+    log: StepLog
     evaluate: Callable[[], Record]
     save: Callable[[TrainState], None]
+    rescue: Callable[[TrainState], None]
     stop_requested: Callable[[], bool]
     heldout: Record = field(default_factory=dict)
 
@@ -48,11 +52,9 @@ class DrafterTrainLoop:
         started = time.perf_counter() - state.seconds
         try:
             while state.step < self.total_steps:
-                batches = [next(self.rows)]
-                while not batches[-1].last_of_step:
-                    batches.append(next(self.rows))
-                result = self.drafter.step(batches)
-                state.count(result.metrics, next_row=batches[-1].sequence_number + 1)
+                batches = [next(self.rows) for _ in range(self.deal.rows_of_step(state.step))]
+                result = self.drafter.step(batches) if batches else self.drafter.idle(state.step)
+                state.count(result.metrics, next_row=self.deal.first_row(state.step + 1))
                 state.seconds = time.perf_counter() - started
                 self.log.advance(state)
                 heldout = self.evaluate() if self._due(config.eval_every) else {}
@@ -70,7 +72,7 @@ class DrafterTrainLoop:
             raise
         except Exception:  # the last whole step is sound; saving it must not hide what failed first
             with contextlib.suppress(StorageError):
-                self.save(state)
+                self.rescue(state)
             raise
 
     def _due(self, every: int) -> bool:

@@ -17,6 +17,7 @@ from torch.optim import AdamW, Optimizer
 
 from draftline.config import OptimConfig
 from draftline.errors import CheckpointError
+from draftline.train.shards import like, whole
 
 ADAMW_STATE = ("exp_avg", "exp_avg_sq", "step")
 """What AdamW keeps per parameter: both moments and the number of its updates (one float32 scalar)."""
@@ -105,7 +106,10 @@ class Muon(Optimizer):
         return None
 
     def _move(self, matrices: list[nn.Parameter], group: dict[str, Any]) -> None:
-        """One update of matrices that have one shape when they lie on their longer side."""
+        """One update of matrices that have one shape when they lie on their longer side.
+
+        Where ranks keep shares, each puts the gradients together and orthogonalises whole matrices, as all do.
+        """
         wide = []
         for matrix in matrices:
             assert matrix.grad is not None, "only those with a gradient are moved"
@@ -113,14 +117,14 @@ class Muon(Optimizer):
             if not state:
                 state["momentum_buffer"] = torch.zeros_like(matrix)
             mean = state["momentum_buffer"].lerp_(matrix.grad, 1 - group["momentum"])
-            update = matrix.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean
+            update = whole(matrix.grad.lerp(mean, group["momentum"]) if group["nesterov"] else mean)
             wide.append(update if update.shape[0] <= update.shape[1] else update.T)
         directions = orthogonalised(torch.stack(wide), group["ns_steps"])
         for matrix, direction in zip(matrices, directions, strict=True):
             scale = _RMS_OF_ADAMW * math.sqrt(max(matrix.shape))
             matrix.mul_(1 - group["lr"] * group["weight_decay"])
             upright = matrix.shape[0] > matrix.shape[1]
-            matrix.add_(direction.T if upright else direction, alpha=-group["lr"] * scale)
+            matrix.add_(like(direction.T if upright else direction, matrix), alpha=-group["lr"] * scale)
 
 
 def orthogonalised(wide_Bmn: Tensor, steps: int) -> Tensor:

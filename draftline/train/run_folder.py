@@ -64,6 +64,7 @@ FREE_TO_CHANGE = (
     "target.trust_remote_code",
     "target.device",
     "train.device",
+    "train.sharding",
     "train.log_every",
     "train.trackers",
     "train.eval_every",

@@ -4,15 +4,16 @@
     blocks      [embed(token at anchor), embed(mask), ...] for every anchor
     hidden      drafter(captured states, blocks)
     loss        sum over supervised slots of weight * cross entropy (or another distance), through the target's head
-    gradient    summed over the rows of the step, divided once by the global count, clipped
+    gradient    summed over the rows of the step, on all ranks, divided once by the global count, clipped
 
-The division comes last, so the update does not depend on how rows are split over micro-batches. No logging, clock, rank
-or environment inside.
+The division comes last, so the update does not depend on how rows are split over micro-batches and ranks. No logging,
+clock or environment inside.
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -39,6 +40,8 @@ from draftline.train.optim import (
     restore_optimizer,
     set_learning_rate,
 )
+from draftline.train.ranks import ALONE, Ranks
+from draftline.train.shards import nothing_learned, shard_model, share_of, whole
 
 HELDOUT_SEED = 0
 """Draws the anchors of held-out rows, whatever the seed of the run: runs that differ in their seed are asked the same
@@ -75,6 +78,7 @@ class Drafter:
         model, optimizer: the weights, and what moves them.
         attention: implementation used in training.
         dtype: of matrix products, see `train.precision`.
+        ranks: with whom it trains.
 
     Raises:
         ConfigError: the attention that was asked for does not run on the device.
@@ -94,6 +98,17 @@ class Drafter:
             self.model.keep_tokens(frozen.head.to_target_ids(torch.arange(shape.head_rows)))
         self.model.to(device)
         self.optimizer = build_optimizer(self.model, config.optim)
+        self.ranks = ALONE
+
+    def join(self, ranks: Ranks) -> None:
+        """Train with other ranks from now on, all of which have these weights and moments."""
+        self.ranks = ranks
+        if ranks.sharded:
+            moments = optimizer_tensors(self.optimizer, self.model)
+            mesh = shard_model(self.model, self.device)
+            self.optimizer = build_optimizer(self.model, self.config.optim)
+            shares = {name: share_of(moment, mesh) for name, moment in moments.items()}
+            restore_optimizer(self.optimizer, self.model, shares)
 
     def learning_rate(self, step: int) -> float:
         """Rate of the update number `step`, from 0."""
@@ -105,17 +120,25 @@ class Drafter:
 
     def step(self, batches: Sequence[PackedBatch]) -> StepResult:
         """Move the weights by the rows of one optimiser step."""
-        set_learning_rate(self.optimizer, self.learning_rate(batches[0].step))
+        return self._step(batches, batches[0].step)
+
+    def idle(self, step: int) -> StepResult:
+        """Move the weights in a step in which all rows are on other ranks."""
+        return self._step([], step)
+
+    def _step(self, batches: Sequence[PackedBatch], step: int) -> StepResult:
+        set_learning_rate(self.optimizer, self.learning_rate(step))
+        seed = self.config.train.seed
         with self.precision():
             return train_step(
                 draft_model=self.model,
-                batches=[self.as_computed(batch) for batch in batches],
-                anchors=[self.anchors(batch, self.config.train.seed) for batch in batches],
+                rows=[(self.as_computed(batch), self.anchors(batch, seed)) for batch in batches],
                 frozen=self.frozen,
                 optimizer=self.optimizer,
                 loss=self.config.loss,
                 attention=self.attention,
                 clip_norm=self.config.optim.clip_norm,
+                ranks=self.ranks,
             )
 
     @torch.no_grad()
@@ -126,10 +149,10 @@ class Drafter:
             return row_loss(self.model, row, anchors, self.frozen, self.config.loss, self.attention)[1]
 
     def checkpoint(self, state: TrainState, data_fingerprint: str) -> Checkpoint:
-        """The present moment, to be written before the next step."""
+        """The present moment, to be written before the next step; if it is sharded, all ranks have to ask for it."""
         return Checkpoint(
-            weights=self.model.state_dict(),
-            moments=optimizer_tensors(self.optimizer, self.model),
+            weights={name: whole(tensor) for name, tensor in self.model.state_dict().items()},
+            moments={name: whole(tensor) for name, tensor in optimizer_tensors(self.optimizer, self.model).items()},
             random=random_states(),
             state=state,
             run_config=self.config,
@@ -159,6 +182,24 @@ class Drafter:
         other.optimizer = build_optimizer(other.model, self.config.optim)
         return other
 
+    def checksum(self) -> str:
+        """Of the weights' bits: where it differs, they do."""
+        sums = [parameter.detach().view(torch.int32).sum(dtype=torch.int64) for parameter in self.model.parameters()]
+        return hashlib.sha256(str(torch.stack(sums).tolist()).encode()).hexdigest()[:16]
+
+    def assembled(self) -> Drafter:
+        """A drafter to be measured on one rank: this one, or, if it is sharded, a copy with all of the weights.
+
+        If it is sharded, all ranks have to ask for it.
+        """
+        if not self.ranks.sharded:
+            return self
+        other = copy.copy(self)
+        other.model = DFlashDraftModel(self.model.config).to(self.device)
+        other.model.load_state_dict({name: whole(tensor) for name, tensor in self.model.state_dict().items()})
+        other.model.train(self.model.training)
+        return other
+
     def as_computed(self, batch: PackedBatch) -> PackedBatch:
         """States in float32 where products are, whatever the target's precision; autocast converts them otherwise."""
         if self.dtype != torch.float32:
@@ -173,19 +214,19 @@ class Drafter:
 def train_step(
     *,
     draft_model: DFlashDraftModel,
-    batches: Sequence[PackedBatch],
-    anchors: Sequence[Tensor],
+    rows: Sequence[tuple[PackedBatch, Tensor]],
     frozen: FrozenTarget,
     optimizer: Optimizer,
     loss: LossConfig,
     attention: type[Attention],
     clip_norm: float,
+    ranks: Ranks = ALONE,
 ) -> StepResult:
     """Sum the gradients of all rows of a step and move the optimiser once.
 
     Args:
-        batches: the rows of this optimiser step.
-        anchors: [A] int64 anchor positions per row.
+        rows: of this optimiser step and this rank, each with its [A] int64 anchor positions.
+        ranks: who has the other rows.
 
     Raises:
         PipelineError: the gradient is not finite; the weights are left as they were.
@@ -193,29 +234,36 @@ def train_step(
     """
     optimizer.zero_grad(set_to_none=True)
     metrics = StepMetrics.zero(draft_model.config.block_size)
-    for batch, anchor_positions_A in zip(batches, anchors, strict=True):
-        loss_sum, row_metrics = row_loss(draft_model, batch, anchor_positions_A, frozen, loss, attention)
+    for turn in range(ranks.turns(len(rows))):
+        loss_sum = torch.zeros(())
+        if turn < len(rows):
+            loss_sum, row_metrics = row_loss(draft_model, *rows[turn], frozen, loss, attention)
+            metrics = metrics + row_metrics
+        if ranks.sharded:
+            loss_sum = loss_sum + nothing_learned(draft_model, attention)
         if loss_sum.requires_grad:
             loss_sum.backward()
-        metrics = metrics + row_metrics
+    metrics = ranks.sum_metrics(metrics)
     if metrics.slots == 0:
         return StepResult(metrics, grad_norm=0.0)
     parameters = list(draft_model.parameters())
+    ranks.sum_gradients(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
     denominator = metrics.slots if loss.denominator == "slots" else metrics.weight_sum
     torch._foreach_div_(gradients, float(denominator))
-    grad_norm = torch.nn.utils.clip_grad_norm_(parameters, clip_norm).item()
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(parameters, clip_norm)).item()
+    where = f"at step {rows[0][0].step}" if rows else "in a step without rows of this rank"
     if not math.isfinite(grad_norm):
         optimizer.zero_grad(set_to_none=True)
         raise PipelineError(
-            f"gradient norm {grad_norm} at step {batches[0].step}: the captured states or the learning rate are broken,"
-            " run `draftline audit`, or lower optim.learning_rate"
+            f"gradient norm {grad_norm} {where}: the captured states or the learning rate are broken, run `draftline "
+            "audit`, or lower optim.learning_rate"
         )
     try:
         optimizer.step()
     except Exception as error:  # the border between nothing has moved and all has
         raise UpdateError(
-            f"the optimiser failed at step {batches[0].step} ({type(error).__name__}: {' '.join(str(error).split())}): "
+            f"the optimiser failed {where} ({type(error).__name__}: {' '.join(str(error).split())}): "
             "continue from the last checkpoint with --resume"
         ) from error
     optimizer.zero_grad(set_to_none=True)

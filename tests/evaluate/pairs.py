@@ -108,8 +108,7 @@ def overfit(target: Target, draft_model: DFlashDraftModel, prompt_ids: list[list
     for step in range(steps):
         train_step(
             draft_model=draft_model.train(),
-            batches=[row],
-            anchors=[draw_anchors(row, 8, seed=step)],
+            rows=[(row, draw_anchors(row, 8, seed=step))],
             frozen=FrozenTarget(target.embed, target.head),
             optimizer=optimizer,
             loss=LossConfig(),

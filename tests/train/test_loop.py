@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from draftline.config import RunConfig, TrainConfig
+from draftline.data.sampler import Deal
 from draftline.draft.loss import StepMetrics
 from draftline.errors import Interrupted, PipelineError, StorageError, UpdateError
 from draftline.records import PackedBatch
@@ -72,11 +73,13 @@ def make_loop(
     return DrafterTrainLoop(
         drafter=recorder,  # type: ignore[arg-type]
         rows=source,
+        deal=Deal(ROWS_PER_STEP * steps, ROWS_PER_STEP),
         total_steps=steps,
         state=TrainState(StepMetrics.zero(4)),
         log=recorder,  # type: ignore[arg-type]
         evaluate=recorder.evaluate,
         save=recorder.save,
+        rescue=recorder.save,
         stop_requested=stop_requested,
     )
 

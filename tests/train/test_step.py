@@ -50,8 +50,7 @@ def step(
 ) -> StepResult:
     return train_step(
         draft_model=model,
-        batches=batches,
-        anchors=[draw_anchors(batch, num_anchors, seed=0) for batch in batches],
+        rows=[(batch, draw_anchors(batch, num_anchors, seed=0)) for batch in batches],
         frozen=frozen or TARGET.frozen(),
         optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         loss=loss or LossConfig(),
