@@ -1,21 +1,21 @@
-"""The ranks of a run that `torchrun` has started: how they find each other, sum, wait for each other, and end together.
+"""The ranks of a run that `torchrun` has started: how they find each other, sum, wait, and end together.
 
-Tensors go through torch.distributed: gloo for those on a CPU, NCCL for those on an accelerator. What takes a time that
-nobody knows, the first rank's audit, its evaluation, goes through the key-value store of torch.distributed instead: a
-collective only knows a time limit, and not why nobody comes.
+Tensors go through torch.distributed: gloo for those on a CPU, NCCL for those on an accelerator. Words go through gloo,
+in a group that waits for as long as it takes: nobody knows how long the first rank audits. Why a sum or a wait breaks
+is in the key-value store of torch.distributed:
 
     beat/R      rank R counts up, in a thread of its own, as long as its process lives
     failure     what the first rank to fail says; it alone prints its line, and all exit with its status
     left/R      rank R has ended on purpose
 
-A rank that dies without a word is found by its beats: at once by those whose collective breaks, else after a minute.
+A rank that dies breaks the connection of those that wait for it, and beats no more. One whose process or machine stands
+still is found by its beats alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -42,8 +42,8 @@ PATIENCE = 60.0
 GRACE = 25.0
 """Seconds that a rank gets to save and to leave by itself once another has failed; torchrun kills after 30."""
 _BEATS_TO_MISS = 6
-_FIND, _EXCHANGE = timedelta(minutes=5), timedelta(minutes=30)
-"""Longest wait for all ranks to start, and for one at a sum."""
+_FIND, _EXCHANGE, _WORK = timedelta(minutes=5), timedelta(minutes=30), timedelta(days=30)
+"""Longest wait for all ranks to start, for one at a sum, and for one that works."""
 _DEAD = "died without a word (killed, or its machine is gone): continue from the last checkpoint with --resume"
 
 
@@ -74,7 +74,8 @@ class TorchRanks(Ranks):
         self.rank, self.count = rank, count
         self._store = store
         self._beating: dist.Store = store.clone()  # type: ignore[attr-defined]  # torch's stubs lack it
-        self._calls = 0
+        self._words = dist.new_group(backend="gloo", timeout=_WORK)
+        self._heard: Failure | None = None
         self._said = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -84,49 +85,28 @@ class TorchRanks(Ranks):
 
     def sum_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by their sums over all ranks."""
-        self._exchange(lambda tensor: dist.all_reduce(tensor, async_op=True), tensors)
+        with _broken_by_others():
+            _wait_for([dist.all_reduce(tensor, async_op=True) for tensor in tensors])
 
     def share_(self, tensors: Sequence[Tensor]) -> None:
         """Replace tensors by those of the first rank."""
-        self._exchange(lambda tensor: dist.broadcast(tensor, src=0, async_op=True), tensors)
+        with _broken_by_others():
+            _wait_for([dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors])
 
     def first(self, work: Callable[[], T]) -> T:
         """What the first rank finds."""
-        key = self._next_key()
-        if self.leads:
-            found = work()
-            self._store.set(key, _packed(found))
-            return found
-        result: T = _unpacked(self._wait(key))
+        found: list[Any] = [work() if self.leads else None]
+        with _broken_by_others():
+            dist.broadcast_object_list(found, src=0, group=self._words)
+        result: T = found[0]
         return result
 
     def gather(self, value: T) -> list[T]:
         """What each rank has, by rank."""
-        key = self._next_key()
-        self._store.set(f"{key}/{self.rank}", _packed(value))
-        return [_unpacked(self._wait(f"{key}/{rank}")) for rank in range(self.count)]
-
-    def _next_key(self) -> str:
-        """All ranks call in the same order, so that they name the same."""
-        self._calls += 1
-        return f"call/{self._calls}"
-
-    def _exchange(self, begin: Callable[[Tensor], dist.Work], tensors: Sequence[Tensor]) -> None:
-        try:
-            for work in [begin(tensor) for tensor in tensors]:
-                work.wait()
-        except RuntimeError as error:
-            raise RankError(f"the ranks have lost each other ({' '.join(str(error).split())[:120]})") from error
-
-    def _wait(self, key: str) -> bytes:
-        """A value that another rank will write, unless one fails before."""
-        pause = BEAT / 50
-        while not self._store.check([key]):
-            if self._failure(self._store) is not None:
-                raise RankError("another rank has failed")
-            time.sleep(pause)
-            pause = min(2 * pause, BEAT)
-        return self._store.get(key)
+        found: list[Any] = [None] * self.count
+        with _broken_by_others():
+            dist.all_gather_object(found, value, group=self._words)
+        return found
 
     # How they end.
 
@@ -141,26 +121,28 @@ class TorchRanks(Ranks):
             consequence = isinstance(error, RankError | UpdateError) or not isinstance(error, DraftlineError)
             failure = self._failure_of_others() if consequence else None
             failure = failure or self._claim(*_described(error, self.rank))
-        except RuntimeError:  # the store is gone, and with it who holds it
-            failure = Failure(1, f"rank 0 {_DEAD}", RankError.exit_status)
+        except RuntimeError:
+            failure = self._heard or self._without_store()
         mine = failure.speaker == self.rank and not self._said
         return RankError(failure.line if mine else "", failure.status)
 
     def close(self, *, wait: bool) -> None:
-        """Leave; the first rank may hold the store, and then leaves last."""
+        """Leave; the first rank may hold the store, and leaves last, or some beats after a failure, for all to hear it."""
         self._closing.set()
         self._thread.join(GRACE)
         with suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", "")
-            end = time.monotonic() + GRACE if wait and self.leads else 0.0
-            while time.monotonic() < end and not all(self._left(self._store, rank) for rank in range(self.count)):
-                time.sleep(BEAT / 50)
+            end = time.monotonic() + (GRACE if wait else BEAT * _BEATS_TO_MISS)
+            while self.leads and not all(self._left(self._store, rank) for rank in range(self.count)):
+                if time.monotonic() > end:
+                    break
+                time.sleep(BEAT / 10)
 
     def _failure_of_others(self) -> Failure | None:
         """What another rank has said, or will have within some beats, or that one of them beats no more."""
         before = [self._beats(self._store, rank) for rank in range(self.count)]
         for _ in range(_BEATS_TO_MISS):
-            if (found := self._failure(self._store)) is not None:
+            if (found := self._heard or self._failure(self._store)) is not None:
                 return found
             time.sleep(BEAT)
         lost = [
@@ -190,7 +172,7 @@ class TorchRanks(Ranks):
         while failure is None and not self._closing.wait(BEAT):
             try:
                 store.add(f"beat/{self.rank}", 1)
-                failure = self._failure(store)
+                failure = self._heard = self._failure(store)
                 for rank, (count, when) in seen.items():
                     beats = self._beats(store, rank)
                     if beats != count:
@@ -199,13 +181,18 @@ class TorchRanks(Ranks):
                         failure = self._claim(f"rank {rank} {_DEAD}", RankError.exit_status, store)
                         self._said = failure.speaker == self.rank
             except RuntimeError:
-                failure = Failure(1, f"rank 0 {_DEAD}", RankError.exit_status)
+                failure = self._heard = self._heard or self._without_store()
         if failure is None:
             return
         if self._said:
             print(f"draftline: {failure.line}", file=sys.stderr, flush=True)
         if not self._closing.wait(GRACE):
             os._exit(failure.status)
+
+    @staticmethod
+    def _without_store() -> Failure:
+        """Where the store is gone, so is rank 0, which holds it if torchrun does not."""
+        return Failure(1, f"rank 0 {_DEAD}", RankError.exit_status)
 
     @staticmethod
     def _failure(store: dist.Store) -> Failure | None:
@@ -220,13 +207,19 @@ class TorchRanks(Ranks):
         return store.check([f"left/{rank}"])
 
 
-def _packed(value: Any) -> str:
-    """A value of this run's own making, as text."""
-    return pickle.dumps(value).hex()
+@contextmanager
+def _broken_by_others() -> Iterator[None]:
+    """What torch reports where a rank is not there any more."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RankError(f"the ranks have lost each other ({' '.join(str(error).split())[:120]})") from error
 
 
-def _unpacked(text: bytes) -> Any:
-    return pickle.loads(bytes.fromhex(text.decode()))
+def _wait_for(works: Sequence[dist.Work | None]) -> None:
+    for work in works:
+        if work is not None:
+            work.wait()
 
 
 def _described(error: BaseException, rank: int) -> tuple[str, int]:

@@ -20,7 +20,7 @@ import torch
 
 from draftline.config import load_run_config
 from draftline.engine import torchrun
-from draftline.errors import RankError
+from draftline.errors import DraftlineError
 from draftline.run import RunResult, assemble, train, with_saved_threads
 from draftline.train.ranks import Ranks
 from draftline.train.run_folder import RunFolder
@@ -102,13 +102,13 @@ def _live(folder: Path, rank: int, count: int, port: int, body: Callable[..., An
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     sys.stderr = (folder / f"{rank}.stderr").open("w", buffering=1)
     torch.set_num_threads(1)
-    torchrun.BEAT = 0.1
+    torchrun.BEAT = 0.2
     status = 0
     try:
         with torchrun.ranks_of_torchrun() as ranks:
             result = body(ranks, *args)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(result))
-    except RankError as error:
+    except DraftlineError as error:
         status = error.exit_status
         print(str(error), file=sys.stderr)
     except BaseException:

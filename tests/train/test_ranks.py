@@ -1,4 +1,4 @@
-"""The update of several ranks against that of one with all rows: real gloo ranks, float64, and faults that must show."""
+"""The update of several ranks against that of one with all rows: gloo, float64, and faults that must show."""
 
 from __future__ import annotations
 
