@@ -38,21 +38,20 @@ from draftline.errors import ConfigError, DataError
 from draftline.evaluate.acceptance import Acceptance, split_last_answer, teacher_forced_walk
 from draftline.formats.beginning import drafter_to_continue, set_first_weights
 from draftline.formats.write import refuse_unwritable
-from draftline.plan.devices import memory_of
-from draftline.plan.estimate import check_disk, check_memory, estimate_run
 from draftline.plan.sizes import TargetSizes
 from draftline.plan.work import Workload, choose_mode, target_operations
 from draftline.progress import counting, say
+from draftline.session import begin_session
 from draftline.storage import without_nan
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
 from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
-from draftline.train.checkpoint import Checkpoint, CheckpointStore, TrainState, read_checkpoint, shared_checkpoint
+from draftline.train.checkpoint import CheckpointStore, TrainState, shared_checkpoint
 from draftline.train.log import Display, NoDisplay, Record, RunLog, SilentLog, StepLog, metrics_record, open_display
 from draftline.train.loop import DrafterTrainLoop
 from draftline.train.ranks import ALONE, Ranks
 from draftline.train.run_folder import RunFolder, code_identity
-from draftline.train.step import HELDOUT_SEED, Drafter
+from draftline.train.step import Drafter
 from draftline.train.trackers import Trackers
 from draftline.transfer.pack import CaptureLoop, make_rows
 from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource, to_device
@@ -369,13 +368,13 @@ def train(
         PipelineError: a target loop failed; the state was saved.
     """
     watcher = watcher or _watcher(ranks)
+    ranks.sharded = ranks.count > 1 and run.config.train.sharding == "fsdp"
     checkpoints = CheckpointStore(folder, run.config.train.keep_last)
-    beginning = partial(_begin, run, folder, checkpoints, watcher, resume, examination, ranks)
+    beginning = partial(begin_session, run, folder, watcher, ranks, resume, examination)
     checkpoint = shared_checkpoint(ranks, beginning)
     if checkpoint is not None and not ranks.leads:
         run.drafter.restore(checkpoint, folder)
     state = TrainState(StepMetrics.zero(run.shape.block_size)) if checkpoint is None else checkpoint.state
-    ranks.sharded = ranks.count > 1 and run.config.train.sharding == "fsdp"
     run.drafter.join(ranks)
     with ExitStack() as stack:
         stack.enter_context(intra_op_threads(run.threads))
@@ -414,44 +413,6 @@ def _watcher(ranks: Ranks) -> Watcher:
     return Watcher(lambda _text: None, lambda _step, _steps: NoDisplay(), stopping)
 
 
-def _begin(
-    run: Run,
-    folder: Path,
-    checkpoints: CheckpointStore,
-    watcher: Watcher,
-    resume: bool,
-    examination: Examination | None,
-    ranks: Ranks,
-) -> Checkpoint | None:
-    """What the first rank does in the folder before the first step; gives the checkpoint to continue from, if any."""
-    RunFolder(folder).check_same_target(weights_fingerprint(run.target.model))
-    checkpoint = _newest(run, folder, checkpoints, watcher) if resume else None
-    _estimate(run, folder, watcher, ranks)
-    _write_identity(run, folder, checkpoint.state.step if checkpoint else 0, examination, ranks)
-    return checkpoint
-
-
-def _estimate(run: Run, folder: Path, watcher: Watcher, ranks: Ranks) -> None:
-    """Say what the run will take, and refuse what cannot fit into memory or on the disk."""
-    work = Workload.of_data(run.data, run.config)
-    sizes, together = TargetSizes.of(run.target), run.drafter.device == run.target.device
-    estimate = estimate_run(run.config, run.shape, sizes, work, ranks.count)
-    estimate = estimate if together else estimate.apart(sizes)
-    watcher.say(estimate.sentence())
-    needs = (*estimate.drafter, *estimate.target) if together else estimate.drafter
-    check_memory(needs, memory_of(run.drafter.device), str(run.drafter.device))
-    check_disk(folder, estimate)
-    if ranks.count > 1:
-        watcher.say(ranks.sentence(run.config.train))
-    loops, cores = len(run.target_devices()), available_cores()
-    shared = f"{run.threads} thread(s) for each of them and for the drafter"
-    watcher.say(f"{cores} core(s), {loops} target loop(s): {shared}; {run.overlap}")
-    if run.threads > 1 and run.threads * (loops + 1) > cores:
-        watcher.say("that is more threads than cores: lower pipeline.threads_per_loop if the run is slow")
-    if run.vocabulary is not None:
-        watcher.say(run.vocabulary.sentence())
-
-
 def _open_log(run: Run, folder: Path, state: TrainState, engine: RunEngine, watcher: Watcher) -> StepLog:
     settings = flatten(run.config.model_dump(mode="json"))
     return RunLog(
@@ -463,25 +424,6 @@ def _open_log(run: Run, folder: Path, state: TrainState, engine: RunEngine, watc
         display=watcher.display(state.step, run.sampler.total_steps),
         trackers=Trackers(run.config.train.trackers, folder, state.step + 1, settings, watcher.say),
     )
-
-
-def _newest(run: Run, folder: Path, checkpoints: CheckpointStore, watcher: Watcher) -> Checkpoint | None:
-    """The newest checkpoint of the folder; without one the run starts at the beginning.
-
-    Raises:
-        CheckpointError: it is damaged, or of another run.
-        ConfigError: a setting contradicts it.
-    """
-    newest = checkpoints.newest()
-    if newest is None:
-        watcher.say(f"{folder} has no checkpoint yet: starting at step 0")
-        return None
-    checkpoint = read_checkpoint(newest)
-    RunFolder(folder).check_same_run(checkpoint, run.config, run.shape, run.data.fingerprint)
-    run.drafter.restore(checkpoint, newest)
-    checkpoints.tidy(checkpoint.state)
-    watcher.say(f"continuing after step {checkpoint.state.step} of {run.sampler.total_steps}")
-    return checkpoint
 
 
 def _rescue(ranks: Ranks, save: Callable[[TrainState], None]) -> Callable[[TrainState], None]:
@@ -515,31 +457,6 @@ def _save(run: Run, checkpoints: CheckpointStore, log: StepLog, ranks: Ranks, st
         checkpoints.save(checkpoint)
 
     ranks.first(write)
-
-
-def _write_identity(run: Run, folder: Path, step: int, examination: Examination | None, ranks: Ranks) -> None:
-    session: dict[str, Any] = {
-        "first_step": step,
-        "cores": available_cores(),
-        "threads_per_loop": run.threads,
-        "ranks": ranks.count,
-    }
-    if examination is not None and examination.allowed:
-        session["allowed"] = list(examination.allowed)
-    data: dict[str, Any] = {
-        "fingerprint": run.data.fingerprint,
-        "conversations": len(run.data.training_ids),
-        "heldout_conversations": len(run.data.heldout_ids),
-        "heldout_anchors_seed": HELDOUT_SEED,
-        "rows": run.sampler.total_rows,
-        "steps": run.sampler.total_steps,
-    }
-    if run.vocabulary is not None:
-        data["draft_vocab_coverage"] = run.vocabulary.coverage
-    place = RunFolder(folder)
-    place.begin_session(run.config, run.shape, weights_fingerprint(run.target.model), data, session)
-    if examination is not None:
-        place.write_audit(examination.report)
 
 
 def with_saved_threads(config: RunConfig, folder: Path) -> RunConfig:

@@ -127,7 +127,7 @@ class TorchRanks(Ranks):
         return RankError(failure.line if mine else "", failure.status)
 
     def close(self, *, wait: bool) -> None:
-        """Leave; the first rank may hold the store, and leaves last, or some beats after a failure, for all to hear it."""
+        """Leave; the first rank, which may hold the store, waits for the others, after a failure for some beats."""
         self._closing.set()
         self._thread.join(GRACE)
         with suppress(RuntimeError):
