@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ from draftline.draft.loss import TaughtSlots
 from draftline.draft.model import DFlashDraftModel
 from draftline.records import PackedBatch
 from draftline.train import step
+from draftline.train.ranks import Ranks
 
 _FITS = 0.9
 """Share of slots that an explanation has to fit to be named."""
@@ -169,12 +171,20 @@ def split_invariance(probe: Probe) -> Problem | None:
         whole = _step_gradients(probe, [probe.row])
         parts = _step_gradients(probe, [probe.row_of([item]) for item in probe.reference_captured * 3])
         direct = _direct_gradients(probe)
+        ranks = _gradients_of_ranks(probe, [probe.row_of([item]) for item in probe.reference_captured])
     split = _gradient_difference(parts, whole)
     fix = "sum the loss over all rows and ranks of a step, and divide once by the global count of supervised slots"
     if split > probe.loss_tolerance:
         return Problem(
             f"one row, or the same in nine micro-batches, three times each: gradients differ by {split:.1e} (relative)",
             fix,
+        )
+    if len(ranks) < _SimulatedRank.count:
+        return Problem(f"of three ranks {len(ranks)} end a step while the others wait for their sums", fix)
+    apart = max(_gradient_difference(found, whole) if found else 1.0 for found in ranks)
+    if apart > probe.loss_tolerance:
+        return Problem(
+            f"one rank with all rows, or three of which one has none: gradients differ by {apart:.1e} (relative)", fix
         )
     ratio = _norm(whole) / max(_norm(direct), 1e-30)
     if max(abs(ratio - 1), _gradient_difference(whole, direct)) > probe.loss_tolerance:
@@ -328,6 +338,51 @@ def _step_gradients(probe: Probe, rows: list[PackedBatch]) -> dict[str, Tensor]:
     anchors = [torch.tensor(_eligible(row), device=probe.device) for row in rows]
     probe.subject.train_step(drafter, rows, anchors, recorder, clip_norm=1e12)
     return recorder.gradients
+
+
+class _SimulatedRank(Ranks):
+    """One of several ranks that are lived one after another: what they sum is replayed from the lives before.
+
+    Args:
+        rank: its number.
+        sums: of the exchanges that all ranks have come to, in order.
+        given: gets what this rank gives to the next one.
+    """
+
+    count = 3
+
+    def __init__(self, rank: int, sums: list[list[Tensor]], given: list[list[Tensor]]) -> None:
+        self.rank, self._sums, self._given = rank, iter(sums), given
+
+    def sum_(self, tensors: Sequence[Tensor]) -> None:
+        """Put sums in their place, or end where they are not known yet."""
+        totals = next(self._sums, None)
+        if totals is None:
+            self._given.append([tensor.clone() for tensor in tensors])
+            raise _UnknownSum
+        for tensor, total in zip(tensors, totals, strict=True):
+            tensor.copy_(total)
+
+
+class _UnknownSum(Exception):
+    """Not all ranks have come to it."""
+
+
+def _gradients_of_ranks(probe: Probe, rows: list[PackedBatch]) -> list[dict[str, Tensor]]:
+    """Gradients that reach the optimisers of ranks, of which the last has no row; of fewer where the others wait."""
+    drafter, sums = probe.subject.run.drafter, list[list[Tensor]]()
+    while True:
+        given, found = list[list[Tensor]](), list[dict[str, Tensor]]()
+        for rank in range(_SimulatedRank.count):
+            mine = rows[rank :: _SimulatedRank.count - 1] if rank < _SimulatedRank.count - 1 else []
+            anchors = [torch.tensor(_eligible(row), device=probe.device) for row in mine]
+            recorder, one = _Recorder(drafter.model), _SimulatedRank(rank, sums, given)
+            with suppress(_UnknownSum):
+                probe.subject.train_step(drafter, mine, anchors, recorder, clip_norm=1e12, ranks=one)
+                found.append(recorder.gradients)
+        if found:
+            return found
+        sums.append([torch.stack(alike).sum(dim=0) for alike in zip(*given, strict=True)])
 
 
 def _direct_gradients(probe: Probe) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ from draftline.run import Run, assemble
 from draftline.targets.model import Target, load_target
 from draftline.train import step as step_module
 from draftline.train.checkpoint import load_draft_model, read_checkpoint
+from draftline.train.ranks import ALONE, Ranks
 from draftline.train.run_folder import RunFolder, checkpoint_folder
 from draftline.train.step import Drafter, StepResult
 from draftline.transfer import pack as rows
@@ -170,11 +171,13 @@ class AuditSubject:
         anchors: Sequence[Tensor],
         optimizer: Optimizer | None = None,
         clip_norm: float | None = None,
+        ranks: Ranks = ALONE,
     ) -> StepResult:
         """One step of the optimiser with given anchors, in the run's precision.
 
         Args:
             optimizer, clip_norm: none: the drafter's own.
+            ranks: who has other rows.
         """
         with drafter.precision():
             return step_module.train_step(
@@ -185,6 +188,7 @@ class AuditSubject:
                 loss=self.config.loss,
                 attention=drafter.attention,
                 clip_norm=clip_norm or self.config.optim.clip_norm,
+                ranks=ranks,
             )
 
     def export(self, draft_model: DFlashDraftModel, folder: Path) -> None:
