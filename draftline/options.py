@@ -439,7 +439,9 @@ class PlanCommand(Settings):
     accelerator: str = "here"
     """What it runs on: here (measured), a100, h100, h200, b200, mi300x, ..."""
     devices: int = Field(1, ge=1)
-    """How many of them; with one, both halves share it."""
+    """How many of them each rank has; with one, both halves share it."""
+    ranks: int = Field(1, ge=1)
+    """How many ranks torchrun starts, each with its own devices."""
     efficiency: float = Field(0.4, gt=0, le=1)
     """Share of an accelerator's peak that is reached."""
     json_file: JsonFile = None

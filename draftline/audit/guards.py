@@ -45,7 +45,15 @@ from draftline.transfer import store as store_module
 
 _MAY_CHANGE = (
     *("data.path", "data.heldout_path", "target.name", "target.trust_remote_code", "target.device", "train.device"),
-    *("train.log_every", "train.trackers", "train.eval_every", "train.save_every", "train.keep_last", "pipeline."),
+    *(
+        "train.sharding",
+        "train.log_every",
+        "train.trackers",
+        "train.eval_every",
+        "train.save_every",
+        "train.keep_last",
+        "pipeline.",
+    ),
 )
 """Settings that say where and how often, not what is learned. Data and targets may move: contents are compared."""
 

@@ -59,6 +59,7 @@ def planned(
     from draftline.plan.estimate import estimate_run, estimate_time
     from draftline.plan.sizes import TargetSizes, described_target
     from draftline.targets.drafter_shape import resolve_drafter_config
+    from draftline.train.ranks import check_rows
 
     here = options.accelerator == "here"
     device = None if here else accelerator(options.accelerator, options.efficiency)  # before anything is read
@@ -73,8 +74,9 @@ def planned(
         threads = threads_per_loop(available_cores(), config.pipeline.threads_per_loop)
         device = measure_here(config, described, shape, work, threads)
     config = config.model_copy(update={"pipeline": _with_mode(options, config, sizes, work)})
-    estimate = estimate_run(config, shape, sizes, work)
-    time = estimate_time(config, shape, sizes, work, device, options.devices)
+    check_rows(config.train, options.ranks)
+    estimate = estimate_run(config, shape, sizes, work, options.ranks)
+    time = estimate_time(config, shape, sizes, work, device, options.devices, options.ranks)
     return estimate if options.devices == 1 else estimate.apart(sizes), time, device, work, shape
 
 
@@ -162,6 +164,11 @@ def _remarks(
         lines.append(f"does not fit: {size(most)} are needed, {device.name} has {size(device.memory_bytes)}")
     if options.devices > 1 and not time.overlapped:
         lines.append("the halves take turns: set pipeline.mode=threads to use the other devices meanwhile")
+    if options.ranks > 1:
+        moved = size(4 * estimate.parameters)
+        lines.append(
+            f"{options.ranks} ranks: memory and time are those of each; {moved} of gradients are summed a step"
+        )
     if options.mean_length is not None and shape.block_size > options.mean_length:
         lines.append(f"conversations of {options.mean_length} tokens are shorter than a block of {shape.block_size}")
     return [*lines, "not counted: the audit before the first step, loading, answers that the target writes"]

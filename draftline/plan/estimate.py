@@ -249,13 +249,20 @@ def activation_bytes(shape: DFlashConfig, row: Conversations, num_anchors: int, 
 
 
 def estimate_time(
-    config: RunConfig, shape: DFlashConfig, sizes: TargetSizes, work: Workload, device: Device, devices: int
+    config: RunConfig,
+    shape: DFlashConfig,
+    sizes: TargetSizes,
+    work: Workload,
+    device: Device,
+    devices: int,
+    ranks: int = 1,
 ) -> TimeEstimate:
-    """Time of a run.
+    """Time of a run; of several ranks each half's time is that of one of them, and what they exchange is not counted.
 
     Args:
         device: what each half runs on.
         devices: how many of them: with one the halves share it, else one is the drafter's and the others capture.
+        ranks: how many train, each on devices of its own.
     """
 
     def captured(conversations: Conversations) -> float:
@@ -268,9 +275,10 @@ def estimate_time(
     update = update_operations(shape, config.optim) / device.drafter_rate
     if device.bytes_per_second is not None:  # weights, gradients and moments are read and written once
         update += 7 * _FLOAT * sum(a * b * n for (a, b), n in matrices_of(shape).items()) / device.bytes_per_second
-    drafter = work.passes * learned(work.training) + work.steps * update
+    longest = -(-config.train.rows_per_step // ranks) / config.train.rows_per_step  # of a step's rows, on one rank
+    drafter = work.passes * learned(work.training) * longest + work.steps * update
     on_disk = config.pipeline.states_path is not None
-    target = once if on_disk else work.passes * captured(work.training)
+    target = once if on_disk else work.passes * captured(work.training) * longest
     each = learned(work.heldout, learn=False) + captured(work.walked) + (0.0 if on_disk else captured(work.heldout))
     evaluation = work.evaluations(config.train.eval_every) * each
     mode, apart = config.pipeline.mode, devices > 1

@@ -121,12 +121,7 @@ class Ranks:
         settings = flatten(config.model_dump(mode="json"))
         facts = {name: str(value) for name, value in settings.items() if name not in PLACES}
         self.compare({**facts, **{f"code {name}": str(value) for name, value in code.items()}})
-        rows = config.train.rows_per_step
-        if rows < self.count:
-            raise ConfigError(
-                f"train.rows_per_step = {rows} leaves {self.count - rows} of {self.count} ranks without a row: set "
-                f"train.rows_per_step={self.count} (of all ranks together), or start {rows}"
-            )
+        check_rows(config.train, self.count)
 
     def check_replicas(self, checksum: Callable[[], str]) -> None:
         """Raise an `UpdateError` if the ranks have not computed the same weights."""
@@ -162,6 +157,16 @@ class Ranks:
                         f"rank {rank} has {name} {theirs}, rank 0 has {ours}: start all ranks with the same command, "
                         "code, target and data"
                     )
+
+
+def check_rows(train: TrainConfig, ranks: int) -> None:
+    """Raise a `ConfigError` for more ranks than a step has rows for."""
+    rows = train.rows_per_step
+    if rows < ranks:
+        raise ConfigError(
+            f"train.rows_per_step = {rows} leaves {ranks - rows} of {ranks} ranks without a row: set "
+            f"train.rows_per_step={ranks} (of all ranks together), or start {rows}"
+        )
 
 
 ALONE = Ranks()

@@ -15,6 +15,7 @@ from draftline.commands.train import check_codes, examine
 from draftline.config import RunConfig, find_recipe, load_run_config
 from draftline.errors import AuditRefusal, ConfigError
 from draftline.run import Examination, Run, RunResult
+from draftline.train.ranks import ALONE, Ranks
 from draftline.train.run_folder import RunFolder
 from tests.commands.test_prepare import prepared
 
@@ -27,13 +28,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
     """Settings with which `draftline train` starts a run, which ends at once."""
     seen: list[RunConfig] = []
 
-    def open_run(config: RunConfig, out: Path, *, resume: bool) -> Run:
+    def open_run(config: RunConfig, out: Path, *, resume: bool, ranks: Ranks) -> Run:
+        assert ranks is ALONE
         RunFolder(out).check_usable(config, resume)
         seen.append(config)
         return RUN
 
-    def train(run: Run, out: Path, *, resume: bool, examination: Examination | None) -> RunResult:
+    def train(run: Run, out: Path, *, resume: bool, examination: Examination | None, ranks: Ranks) -> RunResult:
         assert run is RUN
+        assert ranks is ALONE
         assert resume == (examination is None)
         return RunResult(out, 0, 0, 0.0, None, {})
 

@@ -127,6 +127,26 @@ def test_devices_of_their_own_make_halves_overlap() -> None:
     assert kept.target_seconds == kept.capture_seconds
 
 
+def test_ranks_share_rows_and_what_fsdp_cuts() -> None:
+    train = TrainConfig(rows_per_step=8)
+    config = RunConfig(train=train)
+    work, device = Workload.of_mean(100, 5000, 0.5, config), accelerator("h100", 0.4)
+    one, four, three = (
+        estimate_time(config, tiny_config(), sizes(), work, device, devices=1, ranks=ranks) for ranks in (1, 4, 3)
+    )
+    assert four.target_seconds == pytest.approx(one.target_seconds / 4)
+    assert three.target_seconds == pytest.approx(one.target_seconds * 3 / 8)  # the longest share of eight rows
+    assert four.evaluation_seconds == one.evaluation_seconds  # on one rank, while the others wait
+    assert four.drafter_seconds > one.drafter_seconds / 4  # each rank makes the whole update
+    whole, same = (estimate_run(config, tiny_config(), sizes(), work, ranks) for ranks in (1, 4))
+    assert same.drafter_bytes == whole.drafter_bytes
+    config = RunConfig(train=train.model_copy(update={"sharding": "fsdp"}))
+    shared = {item.name: item.num_bytes for item in estimate_run(config, tiny_config(), sizes(), work, 4).drafter}
+    kept = {item.name: item.num_bytes for item in whole.drafter}
+    assert shared["moments of the optimiser"] == kept["moments of the optimiser"] // 4
+    assert shared["weights"] == kept["weights"] + kept["weights"] // 4  # the share, and all of them for a row
+
+
 def test_a_drafter_with_a_device_of_its_own_has_a_copy_of_table_and_head() -> None:
     config = RunConfig()
     together = estimate_run(config, tiny_config(), sizes(), Workload.of_mean(10, 9, 0.5, config))
