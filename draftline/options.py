@@ -480,6 +480,10 @@ class EvaluateCommand(Settings):
     """With --base-url: requests at once, a level each: 1,4,16; default 1."""
     limit: int | None = Field(None, ge=1)
     """Only the first prompts of each file."""
+    fast: bool = False
+    """Answers in batches, and the drafter's blocks counted along them: the decoder's figures, but no speed."""
+    batch_size: int | None = Field(None, ge=1)
+    """With --fast: answers made at the same time; default 16."""
     settings: EvaluationSettings
     json_file: JsonFile = None
 

@@ -263,6 +263,7 @@ def _by_hand(
         "greedy_equal": sum(a for a, _ in equal) / len(equal) if greedy else None,
         "greedy_equal_interval": _interval(equal, (0.0, 1.0)) if greedy else (None, None),
         "prompts": len(prompts),
+        "decoded_prompts": len(prompts),
         "differences": [_difference(probe, i, turns[i]) for i in differing] if greedy else [],
         "teacher_forced_acceptance_length": sum(t for t, _ in walks) / sum(n for _, n in walks) if greedy else None,
         "teacher_forced_acceptance_length_interval": _interval(walks, bounds) if greedy else (None, None),

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from draftline.evaluate.server import ServerResult
     from draftline.targets.model import Target
 
+_ANSWERS_AT_ONCE = 16
+
 
 def evaluate(options: EvaluateCommand) -> None:
     """Measure a drafter on prompts: acceptance length, equality with plain decoding, speed.
@@ -56,7 +58,8 @@ def _evaluate_drafter(
     target = load_target(options.target)
     drafter = drafter_for(target, draft)
     warn_unread_options(target.require_tokenizer(), settings.template_options)
-    result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(draft), draft)
+    at_once = (options.batch_size or _ANSWERS_AT_ONCE) if options.fast else None
+    result = evaluate_drafter(target, drafter, prompts, settings, trained_mode(draft), draft, at_once)
     Console().print(result_table(result, str(draft)))
     write_json(options.json_file, result.to_json())
 
@@ -96,6 +99,12 @@ def check_words(options: EvaluateCommand) -> None:
     server, settings = options.server, options.settings
     if (options.draft is None) == (server.base_url is None):
         raise ConfigError("give --draft to measure in process, or --base-url to measure a server: exactly one")
+    if options.fast and server.base_url is not None:
+        raise ConfigError("--fast is for measuring in process: leave it out with --base-url, or give --draft instead")
+    if options.fast and not settings.sampling.greedy:
+        raise ConfigError("--fast counts along greedy answers: leave out --temperature, or leave out --fast")
+    if not options.fast and options.batch_size is not None:
+        raise ConfigError("--batch-size is of --fast: give that too, or leave it out")
     if server.base_url is not None:
         if not settings.sampling.greedy:
             raise ConfigError(
@@ -148,11 +157,13 @@ def evaluate_drafter(
     settings: EvaluationSettings,
     trained: ChatMode | None = None,
     folder: Path | None = None,
+    answers_at_once: int | None = None,
 ) -> EvaluationResult:
     """Measure a drafter on prompts; warnings go to stderr as well.
 
     Args:
         folder: where the drafter was read; of a run, the checkpoint is named that it offers.
+        answers_at_once: of `--fast`; None: every prompt is decoded.
 
     Raises:
         DataError: a prompt does not fit.
@@ -161,7 +172,15 @@ def evaluate_drafter(
     from draftline.evaluate.benchmark import evaluate_prompts
 
     with counting("turns") as on_turn:
-        result = evaluate_prompts(target, draft_model, prompts, settings, trained_mode=trained, on_turn=on_turn)
+        result = evaluate_prompts(
+            target,
+            draft_model,
+            prompts,
+            settings,
+            trained_mode=trained,
+            on_turn=on_turn,
+            answers_at_once=answers_at_once,
+        )
     for warning in result.warnings:
         say(f"warning: {warning}")
     return result if folder is None else replace(result, drafter=str(_drafter_place(folder)))

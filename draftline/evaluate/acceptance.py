@@ -233,15 +233,22 @@ def split_last_answer(sample: Sample) -> tuple[list[int], list[int]]:
 
 
 def walk(streaks: Sequence[int], num_speculative_tokens: int | None = None) -> Acceptance:
-    """Jump from anchor to anchor, streak + 1 at a time; one streak per answer token but the last.
+    """Tokens after the first and the forwards that give them; arguments as in `accepted_along`."""
+    return Acceptance(len(streaks), len(accepted_along(streaks, num_speculative_tokens)))
 
-    Of a streak only as many tokens count as the target checks per forward; none: all.
+
+def accepted_along(streaks: Sequence[int], num_speculative_tokens: int | None = None) -> list[int]:
+    """Drafted tokens that stand in each forward: jump from anchor to anchor, streak + 1 at a time.
+
+    Args:
+        streaks: one per answer token but the last.
+        num_speculative_tokens: how many tokens the target checks per forward; none: all.
     """
-    place = jumps = 0
+    place, accepted = 0, list[int]()
     while place < len(streaks):
-        place += min(streaks[place], num_speculative_tokens or streaks[place]) + 1
-        jumps += 1
-    return Acceptance(len(streaks), jumps)
+        accepted.append(min(streaks[place], num_speculative_tokens or streaks[place]))
+        place += accepted[-1] + 1
+    return accepted
 
 
 def _streaks_of_answer(

@@ -108,31 +108,66 @@ class DecodedTurn:
         return self.dialogue.messages[-2].content
 
 
+@dataclass(frozen=True)
+class Question:
+    """A turn that is to be answered.
+
+    Attributes:
+        turn: its index in the prompt.
+        asked: everything said before the answer.
+        input_ids: the same, as the target's template renders it.
+    """
+
+    turn: int
+    asked: Conversation
+    input_ids: list[int]
+
+
+class OpenDialogue:
+    """A prompt whose turns are answered one by one, each with the outputs of the earlier ones before it."""
+
+    def __init__(self, target: Target, prompt: Prompt, settings: EvaluationSettings) -> None:
+        self.stop_ids = stop_token_ids(target.model, target.require_tokenizer())
+        self._target, self._settings, self._conversation = target, settings, prompt.conversation
+        self._slots = list(enumerate(answer_slots(prompt.conversation)))
+        self._history: list[Message] = []
+
+    def next_question(self) -> Question | None:
+        """The next turn; None where there is no more, or none that fits the target's positions with its history."""
+        if not self._slots:
+            return None
+        turn, slot = self._slots.pop(0)
+        asked = self._conversation.model_copy(update={"messages": (*self._history, *slot)})
+        ids = render_prompt(self._target.require_tokenizer(), asked, self._settings.template_options)
+        return Question(turn, asked, ids) if fits(self._target, len(ids), self._settings.max_new_tokens) else None
+
+    def answered(self, question: Question, output_ids: list[int]) -> Conversation:
+        """Take the output into the history; the dialogue up to and with it."""
+        tokenizer = self._target.require_tokenizer()
+        answer = make_answer(tokenizer, "", output_ids, self.stop_ids, question.asked).as_message()
+        self._history = [*question.asked.messages, answer]
+        return question.asked.model_copy(update={"messages": tuple(self._history)})
+
+
 def answer_dialogue(
     target: Target, draft_model: DFlashDraftModel, prompt: Prompt, index: int, settings: EvaluationSettings
 ) -> Iterator[DecodedTurn]:
-    """Answer one turn after another; the history of each holds the drafted outputs of the earlier ones.
+    """Answer one turn after another with the drafter and without; the history holds the drafted outputs.
 
     Ends early before a turn that does not fit the target's positions with that history.
     """
-    tokenizer, history = target.require_tokenizer(), list[Message]()
-    stop_ids = stop_token_ids(target.model, tokenizer)
-    for turn, slot in enumerate(answer_slots(prompt.conversation)):
-        history += slot
-        asked = prompt.conversation.model_copy(update={"messages": tuple(history)})
-        ids = render_prompt(tokenizer, asked, settings.template_options)
-        if not fits(target, len(ids), settings.max_new_tokens):
-            return
-        input_ids = torch.tensor([ids], device=target.device)
+    dialogue = OpenDialogue(target, prompt, settings)
+    while (question := dialogue.next_question()) is not None:
+        input_ids = torch.tensor([question.input_ids], device=target.device)
         started = time.perf_counter()
         drafted = generate(
             target,
             draft_model,
             input_ids,
             max_new_tokens=settings.max_new_tokens,
-            stop_token_ids=stop_ids,
+            stop_token_ids=dialogue.stop_ids,
             sampling=settings.sampling,
-            generator=_generator(target, settings, (index, turn)),
+            generator=_generator(target, settings, (index, question.turn)),
             num_speculative_tokens=settings.num_speculative_tokens,
         )
         between = time.perf_counter()
@@ -140,15 +175,14 @@ def answer_dialogue(
             target,
             input_ids,
             max_new_tokens=settings.max_new_tokens,
-            stop_token_ids=stop_ids,
+            stop_token_ids=dialogue.stop_ids,
             sampling=settings.sampling,
-            generator=_generator(target, settings, (index, turn)),
+            generator=_generator(target, settings, (index, question.turn)),
         )
         ended = time.perf_counter()
-        answer = make_answer(tokenizer, "", drafted.output_ids, stop_ids, asked).as_message()
-        history.append(answer)
-        dialogue = asked.model_copy(update={"messages": tuple(history)})
-        yield DecodedTurn(index, turn, dialogue, ids, drafted, plain, between - started, ended - between)
+        said = dialogue.answered(question, drafted.output_ids)
+        seconds = (between - started, ended - between)
+        yield DecodedTurn(index, question.turn, said, question.input_ids, drafted, plain, *seconds)
 
 
 def _generator(target: Target, settings: EvaluationSettings, place: tuple[int, int]) -> torch.Generator:

@@ -1,12 +1,13 @@
 """Measure a drafter on prompts: acceptance, speed, and whether the output is still the target's own.
 
-All prompts are answered first, with the drafter and without; then turns are counted, divided and compared.
+All prompts are answered first, with the drafter and without (or some of them, see `fast`); then turns are counted,
+divided and compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import torch
@@ -39,6 +40,7 @@ from draftline.evaluate.draft_length import (
     round_costs,
     walked_lengths,
 )
+from draftline.evaluate.fast import WalkedTurns, walk_prompts
 from draftline.evaluate.generate import Generation, check_prompt, drafted_tokens, fits, generate, tie_gap
 from draftline.evaluate.result import (
     CountedAnswer,
@@ -65,6 +67,7 @@ def evaluate_prompts(
     *,
     trained_mode: ChatMode | None = None,
     on_turn: OnProgress | None = None,
+    answers_at_once: int | None = None,
 ) -> EvaluationResult:
     """Answer prompts with and without the drafter.
 
@@ -73,8 +76,11 @@ def evaluate_prompts(
     Args:
         prompts: what the user says; answers that a conversation may carry are not used.
         trained_mode: how the drafter's training data was put to the target, to be compared with.
+        answers_at_once: answer without the drafter, in batches of so many, and count its blocks along the answers; see
+            `fast`. None: decode everything, one prompt at a time.
 
     Raises:
+        ConfigError: sampling with `answers_at_once`.
         DataError: there is nothing to answer, or a prompt does not fit.
         TemplateError: the target has no chat template, or it refuses a prompt.
     """
@@ -87,6 +93,9 @@ def evaluate_prompts(
     _check_prompts(target, prompts, settings)
     # What a device or a library does only once belongs to neither of the two speeds.
     generate(target, draft_model, torch.zeros(1, 1, dtype=torch.int64), max_new_tokens=3)
+    if answers_at_once is not None:
+        walked = walk_prompts(target, draft_model, prompts, settings, answers_at_once, on_turn)
+        return summarise(target, draft_model, prompts, walked.turns, settings, trained_mode, walked)
     turns: list[DecodedTurn] = []
     for index, prompt in enumerate(prompts):
         for turn in answer_dialogue(target, draft_model, prompt, index, settings):
@@ -103,8 +112,13 @@ def summarise(
     turns: Sequence[DecodedTurn],
     settings: EvaluationSettings,
     trained_mode: ChatMode | None,
+    walked: WalkedTurns | None = None,
 ) -> EvaluationResult:
-    """Count, divide, compare; runs the teacher-forced walk over the plain outputs if they are greedy."""
+    """Count, divide, compare; runs the teacher-forced walk over the plain outputs if they are greedy.
+
+    Args:
+        walked: the walk, and which turns were decoded, where not all were.
+    """
     num_drafted = drafted_tokens(draft_model.config, settings.num_speculative_tokens)
     longest = num_drafted + 1
     answers = _counted(prompts, turns)
@@ -113,17 +127,21 @@ def summarise(
     accepted = [count for counts in by_prompt for count in counts]
     conditional_intervals = acceptance_rate_intervals(by_prompt, num_drafted, conditional=True)
     rates = acceptance_rate_by_position(accepted, num_drafted, conditional=False)
-    streaks = _streaks(target, draft_model, turns) if settings.sampling.greedy else []
+    if walked is not None:
+        streaks = walked.streaks
+    else:
+        streaks = _streaks(target, draft_model, turns) if settings.sampling.greedy else []
     walks = _walks(turns, streaks, num_drafted)
+    decoded_prompts = {turn.prompt for turn in turns} if walked is None else walked.decoded_prompts
     differences = _differences(target, turns) if settings.sampling.greedy else []
-    equal = _equal_prompts(turns, differences) if settings.sampling.greedy else []
-    decoded, forced = Acceptance.total(clusters).length, Acceptance.total(walks).length
+    equal = _equal_prompts(decoded_prompts, turns, differences) if settings.sampling.greedy else []
+    length, forced = Acceptance.total(clusters).length, Acceptance.total(walks).length
     mode = mode_of(turns, settings.template_options)
-    warnings = [*disagreement(decoded, forced), *unasked(prompts, turns, target), *repeated(prompts)]
+    warnings = [*disagreement(length, forced), *unasked(prompts, turns, target), *repeated(prompts)]
     if trained_mode is not None:
         warnings += mode_warnings(trained_mode, mode, same_rendering(target, prompts[0]))
     return EvaluationResult(
-        acceptance_length=decoded,
+        acceptance_length=length,
         acceptance_length_interval=acceptance_interval(clusters, longest),
         acceptance_length_macro=macro_acceptance_length(clusters),
         acceptance_length_macro_interval=macro_acceptance_interval(clusters, longest),
@@ -140,6 +158,7 @@ def summarise(
         greedy_equal=sum(equal) / len(equal) if equal else math.nan,
         greedy_equal_interval=ratio_interval(equal, [1] * len(equal), (0.0, 1.0)) if equal else _UNDEFINED,
         prompts=len(clusters),
+        decoded_prompts=len(decoded_prompts),
         differences=differences,
         teacher_forced_acceptance_length=forced,
         teacher_forced_acceptance_length_interval=acceptance_interval(walks, longest) if walks else _UNDEFINED,
@@ -229,7 +248,7 @@ def _counts(turns: Sequence[DecodedTurn], num_drafted: int) -> Counts:
         output_tokens=sum(len(turn.drafted.output_ids) for turn in turns),
         target_forwards=len(accepted),
         replayed_forwards=sum(turn.drafted.replayed_forwards for turn in turns),
-        drafted_tokens=sum(len(block) for turn in turns for block in turn.drafted.drafted_blocks),
+        drafted_tokens=num_drafted * len(accepted),
         verified_tokens=sum(min(count + 1, num_drafted) for count in accepted),
         accepted_tokens=sum(accepted),
     )
@@ -245,13 +264,16 @@ def _differences(target: Target, turns: Sequence[DecodedTurn]) -> list[OutputDif
     return found
 
 
-def _equal_prompts(turns: Sequence[DecodedTurn], differences: Sequence[OutputDifference]) -> list[int]:
+def _equal_prompts(
+    prompts: Collection[int], turns: Sequence[DecodedTurn], differences: Sequence[OutputDifference]
+) -> list[int]:
     """1 for each prompt whose outputs are those of plain greedy decoding in all turns, else 0."""
     differing = {turns[difference.turn].prompt for difference in differences}
-    return [int(prompt not in differing) for prompt in sorted({turn.prompt for turn in turns})]
+    return [int(prompt not in differing) for prompt in sorted(prompts)]
 
 
 def _rate(generations: Sequence[Generation], seconds: Sequence[float]) -> float:
+    """Tokens per second; NaN where the answers were not made one at a time."""
     return sum(len(generation.output_ids) for generation in generations) / sum(seconds)
 
 

@@ -136,13 +136,16 @@ class EvaluationResult:
         accepted_histogram: forwards in which exactly 0, 1, .. drafted tokens stood.
         by_draft_length: what checking 1, 2, .. drafted tokens per forward gives and costs on this machine.
         by_output_length, by_output_position: what the two mean is said in `breakdown`.
-        greedy_equal: share of prompts whose outputs, in all turns, are identical to plain greedy decoding. NaN with
-            sampling, where two right outputs differ.
+        greedy_equal: share of the decoded prompts whose outputs, in all turns, are identical to plain greedy decoding.
+            NaN with sampling, where two right outputs differ.
         prompts: how many there were.
+        decoded_prompts: how many of them were decoded with the drafter: all, or a few (`--fast`). The drafter's blocks
+            were counted along the target's own answers to the others, which gives the same numbers.
         differences: the turns that are not identical.
         teacher_forced_acceptance_length: the walk over plain greedy outputs, from the training forward; NaN with
             sampling, where there is no such walk.
-        tokens_per_second: output tokens over wall-clock time with the drafter, the prompt's forward included.
+        tokens_per_second: output tokens over wall-clock time with the drafter, the prompt's forward included; NaN, as
+            is the next, where not all prompts were decoded.
         baseline_tokens_per_second: the same for plain decoding.
         target, target_dtype, target_weights: name, number format and fingerprint of the weights, as in run.json.
         drafter, drafter_weights: folder that it was read from, None if it was never on disk; and fingerprint.
@@ -169,6 +172,7 @@ class EvaluationResult:
     greedy_equal: float
     greedy_equal_interval: Interval
     prompts: int
+    decoded_prompts: int
     differences: list[OutputDifference]
     teacher_forced_acceptance_length: float
     teacher_forced_acceptance_length_interval: Interval
@@ -295,7 +299,7 @@ def result_table(result: EvaluationResult, draft_name: str) -> Group:
 def _measured(result: EvaluationResult, draft_name: str) -> Table:
     counts, sampling = result.counts, result.settings.sampling
     undefined = f"not defined at temperature {sampling.temperature:g}"
-    equal = f"{result.greedy_equal:.1%} of {result.prompts}" if sampling.greedy else undefined
+    equal = f"{result.greedy_equal:.1%} of {result.decoded_prompts}" if sampling.greedy else undefined
     forced = _figure(result.teacher_forced_acceptance_length, result.teacher_forced_acceptance_length_interval)
     rows: list[tuple[str, ...]] = [
         ("acceptance length (with bonus)", *_figure(result.acceptance_length, result.acceptance_length_interval)),
@@ -309,9 +313,7 @@ def _measured(result: EvaluationResult, draft_name: str) -> Table:
             equal,
             describe_interval(result.greedy_equal_interval) if sampling.greedy else "",
         ),
-        ("tokens per second with drafter", f"{result.tokens_per_second:.1f}", ""),
-        ("tokens per second without", f"{result.baseline_tokens_per_second:.1f}", ""),
-        ("speed-up", f"{result.speedup:.2f}", ""),
+        *_speed(result),
         ("output tokens, target forwards", f"{counts.output_tokens:,}, {counts.target_forwards:,}", ""),
         (
             "drafted, verified, accepted tokens",
@@ -326,6 +328,16 @@ def _measured(result: EvaluationResult, draft_name: str) -> Table:
     ]
     title = f"{draft_name}: {describe_acceptance_length(result.acceptance_length)}"
     return table(title, ("measured", "value", _INTERVAL), rows)
+
+
+def _speed(result: EvaluationResult) -> list[tuple[str, ...]]:
+    if result.decoded_prompts < result.prompts:
+        return [("decoded with the drafter", f"{result.decoded_prompts} of {result.prompts} prompts", "")]
+    return [
+        ("tokens per second with drafter", f"{result.tokens_per_second:.1f}", ""),
+        ("tokens per second without", f"{result.baseline_tokens_per_second:.1f}", ""),
+        ("speed-up", f"{result.speedup:.2f}", ""),
+    ]
 
 
 def _by_position(result: EvaluationResult) -> Table:

@@ -33,6 +33,8 @@ def nothing_loads(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--task", "gsm8k", "--task", "gsm8k"], "gsm8k is named twice"),
         (["--concurrency", "4"], "--concurrency is for a server"),
         (["--model", "m"], "--model is for a server"),
+        (["--fast", "--temperature", "1"], "--fast counts along greedy answers"),
+        (["--batch-size", "4"], "--batch-size is of --fast"),
     ],
 )
 def test_bad_words_are_one_line_with_the_fix(
@@ -52,6 +54,7 @@ def test_bad_words_are_one_line_with_the_fix(
     [
         (["--draft", "d"], "give --prompts FILE or --task NAME"),
         (["--base-url", "http://x", "--temperature", "1"], "a server is measured greedily"),
+        (["--base-url", "http://x", "--fast"], "--fast is for measuring in process"),
     ],
 )
 def test_words_that_do_not_go_together(capsys: pytest.CaptureFixture[str], words: list[str], line: str) -> None:
