@@ -101,6 +101,11 @@ class HiddenStates:
             )
 
 
+def taught_positions(loss_mask_S: Tensor) -> Tensor:
+    """[S] bool of one document: where the next token is supervised, so that some slot may ask what the target says."""
+    return torch.cat([loss_mask_S[1:], torch.zeros_like(loss_mask_S[:1])])
+
+
 @dataclass(frozen=True)
 class CapturedSample:
     """A sample with the target's states at each of its tokens.
@@ -108,7 +113,8 @@ class CapturedSample:
     Attributes:
         sample: the tokens.
         hidden_states_SLD: [S, L*D], see `HiddenStates.hidden_states_packed`.
-        target_ids_S: [S] int64, the target's own greedy next token at each position, if the target side computed it.
+        target_ids_S: [S] int64, the target's own greedy next token at each of `taught_positions`, -1 elsewhere, if the
+            target side computed it.
         verifier_last_hidden_SD: [S, D], the last decoder layer's output, if the drafter side is to compute it.
             Exactly one of the two is present.
     """
@@ -143,7 +149,8 @@ class PackedBatch:
         input_ids, document_ids, position_ids: [1, S] int64. Documents count from 0, positions restart in each.
         loss_mask: [1, S] bool.
         hidden_states_packed: [1, S, L*D].
-        target_ids: [1, S] int64 or None; verifier_last_hidden_packed: [1, S, D] or None; exactly one is given.
+        target_ids: [1, S] int64, -1 as above, or None; verifier_last_hidden_packed: [1, S, D] or None. Exactly one is
+            given.
     """
 
     sequence_number: int

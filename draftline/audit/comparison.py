@@ -268,10 +268,12 @@ class Judge:
             self.say("RUN003", f"{name} does not carry {send} beside the captured layers", _DELIVER)
         if batch.target_ids is not None:
             found, own = batch.target_ids[0].cpu(), torch.cat([f.next_ids for f in forwards]).cpu()
-            wrong = (found != own) & ~torch.cat([f.ties.cpu() for f in forwards])
+            taught = torch.zeros_like(own, dtype=torch.bool)  # where no slot may ask, nothing has to be said
+            taught[:-1] = (batch.loss_mask & (batch.position_ids > 0))[0, 1:].cpu()
+            wrong = (found != own) & taught & ~torch.cat([f.ties.cpu() for f in forwards])
             if wrong.any():
                 place = int(wrong.int().argmax())
-                text = f"{name}: {int(wrong.sum())} of {len(own)} target ids are not the target's own"
+                text = f"{name}: {int(wrong.sum())} of {int(taught.sum())} target ids are not the target's own"
                 self.say("RUN003", f"{text}, first {int(found[place])} for {int(own[place])} at {place}", _DELIVER)
         elif batch.verifier_last_hidden_packed is not None:
             last = torch.cat([forward.layers[-1] for forward in forwards])

@@ -123,7 +123,7 @@ def right_weights(probe: Probe) -> Problem | None:
     if used.truth_fit < 1.0:
         raise NotApplicable("weights cannot be read without right labels")
     wanted = wanted_weights(probe, used)
-    if wanted.isnan().all():
+    if wanted[[i * probe.block_size + slot for i, slot, _ in supervised(probe)]].isnan().all():
         raise NotApplicable("the target's two best logits are a near tie in every block")
     if constant_ratio(probe, used) is not None:
         return None

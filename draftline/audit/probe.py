@@ -180,11 +180,15 @@ class Probe:
             raise NotApplicable("the capture itself refuses, see TGT005") from error
 
     def target_ids_of(self, captured: CapturedSample) -> Tensor:
-        """[S] training targets of a captured sample, as the loss will have them."""
+        """[S] training targets of a captured sample, as the loss will have them; where ids are sent, -1 in places."""
         if captured.target_ids_S is not None:
             return captured.target_ids_S
         assert captured.verifier_last_hidden_SD is not None, "CapturedSample carries one of the two"
         return self.subject.frozen.head.target_ids(captured.verifier_last_hidden_SD, 2048)
+
+    def taught(self, sample: Sample) -> Tensor:
+        """[S] bool: whether the token after each is supervised, so that a slot may ask what the target says there."""
+        return torch.tensor([*sample.loss_mask.tolist()[1:], False])
 
     @torch.no_grad()
     def ids_of_layer(self, layer: int) -> list[Tensor]:

@@ -412,7 +412,7 @@ def target_source(probe: Probe) -> TargetSource:
     candidates["the last layer with the final norm applied twice", None] = _agreement(probe, found, normed)
     candidates["the target's own, one place late", None] = _agreement(probe, found, [i.roll(1) for i in own])
     candidates["the target's own, one place early", None] = _agreement(probe, found, [i.roll(-1) for i in own])
-    place = _wrong_place(found, own)
+    place = _wrong_place(probe, found, own)
     if place is not None:
         return TargetSource(agreement, f"the target's own but for {place}", agreement, None, False, distance)
     tokens = [sample.input_ids for sample in probe.samples]
@@ -422,11 +422,12 @@ def target_source(probe: Probe) -> TargetSource:
     return TargetSource(agreement, name, best, layer_found, layer_found == last, distance)
 
 
-def _wrong_place(found: list[Tensor], own: list[Tensor]) -> str | None:
+def _wrong_place(probe: Probe, found: list[Tensor], own: list[Tensor]) -> str | None:
     """Which token it is, if the targets are wrong at one and the same place of every conversation and nowhere else."""
     if any(ids.shape != other.shape for ids, other in zip(found, own, strict=True)):
         return None
-    wrong = [(ids != other).nonzero()[:, 0].tolist() for ids, other in zip(found, own, strict=True)]
+    trios = zip(found, own, probe.samples, strict=True)
+    wrong = [((ids != other) & probe.taught(sample)).nonzero()[:, 0].tolist() for ids, other, sample in trios]
     if all(places == [0] for places in wrong):
         return "the first token of each conversation"
     ends = all(places == [len(ids) - 1] for places, ids in zip(wrong, own, strict=True))
@@ -444,17 +445,17 @@ def longest_difference(probe: Probe) -> tuple[int, float, int] | None:
     item, forward = probe.subject.capture([sample])[0], target_forward(probe.subject.target, sample.input_ids)
     present = range(len(captured_slices(probe)))  # a layer that is missing is DRF001's to report
     difference = max(_distance(slice_of(probe, item, i), forward.layers[probe.layer_ids[i]]) for i in present)
-    wrong = without_ties(probe.target_ids_of(item).cpu() != forward.next_ids.cpu(), forward)
+    wrong = without_ties(probe.target_ids_of(item).cpu() != forward.next_ids.cpu(), forward) & probe.taught(sample)
     known = target_source(probe).agreement < AGREEMENT  # then TGT002 or TGT003 has said so
     return len(sample), difference, 0 if known else int(wrong.sum())
 
 
 def _agreement(probe: Probe, found: list[Tensor], wanted: list[Tensor]) -> float:
     counted = right = 0
-    for ids, other, forward in zip(found, wanted, probe.reference, strict=True):
+    for ids, other, forward, sample in zip(found, wanted, probe.reference, probe.samples, strict=True):
         if ids.shape != other.shape:
             return 0.0
-        clear = without_ties(torch.ones_like(ids, dtype=torch.bool), forward)
+        clear = without_ties(probe.taught(sample), forward)
         counted += int(clear.sum())
         right += int(((ids == other.cpu()) & clear).sum())
     return right / counted if counted else 1.0

@@ -14,8 +14,8 @@ Parameter names are those of z-lab's checkpoints, which all readers agree on. So
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -111,17 +111,45 @@ class DFlashDecoderLayer(nn.Module):
         return block_QD + self.mlp(self.post_attention_layernorm(block_QD))
 
 
-@dataclass
 class DraftCache:
-    """Projected context of the tokens that the target has verified.
+    """Projected context of the tokens that the target has verified, of all layers together.
+
+    What is added is projected by one product for all layers, into room that doubles when it is full.
 
     Attributes:
         length: context tokens so far; the next block's anchor has this position.
-        keys_values: per drafter layer, keys and values [length, K, H]; empty before the first extension.
     """
 
-    length: int = 0
-    keys_values: list[KeysValues] = field(default_factory=list)
+    def __init__(self, layers: Sequence[DFlashDecoderLayer]) -> None:
+        attention = [layer.self_attn for layer in layers]
+        self.length = 0
+        self._shape = (len(layers), 2, -1, attention[0].head_dim)
+        self._weight = torch.cat([matrix for each in attention for matrix in (each.k_proj.weight, each.v_proj.weight)])
+        norms = [each.k_norm for each in attention]
+        self._norm = Qwen3RMSNorm(attention[0].head_dim, eps=norms[0].variance_epsilon)
+        self._norm.weight = nn.Parameter(torch.stack([norm.weight for norm in norms])[:, None], requires_grad=False)
+        self._room: Tensor | None = None
+
+    @torch.no_grad()
+    def extend(self, context_nD: Tensor, rotate: Rotation) -> None:
+        """Append the projections of n tokens, at positions length .. length + n - 1."""
+        states_nL2KH = nn.functional.linear(context_nD, self._weight).unflatten(-1, self._shape)
+        key_nLKH, value_nLKH = states_nL2KH.unbind(2)
+        end = self.length + len(context_nD)
+        if self._room is None or end > self._room.shape[1]:
+            room = states_nL2KH.new_empty(2, 2 * end, *key_nLKH.shape[1:])  # keys, values
+            if self._room is not None:
+                room[:, : self.length] = self._room[:, : self.length]
+            self._room = room
+        keys = rotate(self._norm(key_nLKH).flatten(1, 2))
+        self._room[0, self.length : end] = keys.unflatten(1, key_nLKH.shape[1:3])
+        self._room[1, self.length : end] = value_nLKH
+        self.length = end
+
+    def keys_values(self) -> Iterator[KeysValues]:
+        """Keys and values of each layer, [length, K, H]."""
+        if self._room is not None:
+            yield from zip(*(kept.unbind(1) for kept in self._room[:, : self.length]), strict=True)
 
 
 class DFlashDraftModel(nn.Module):
@@ -208,22 +236,14 @@ class DFlashDraftModel(nn.Module):
         return self._run_blocks(block_embeddings[0], contexts, layout, attention, context_SD.shape[0])[None]
 
     def new_cache(self) -> DraftCache:
-        """An empty cache for one sequence."""
-        return DraftCache()
+        """An empty cache for one sequence, with the weights of now."""
+        return DraftCache(self._layers())
 
     def extend_cache(self, cache: DraftCache, hidden_states: Tensor) -> None:
         """Append the states of newly verified tokens, [1, n, L*D], at positions cache.length .. +n-1."""
-        context_SD = self._context(hidden_states[0])
-        positions = torch.arange(cache.length, cache.length + context_SD.shape[0], device=context_SD.device)
-        rotate = self._rotation(context_SD, positions)
-        new = [layer.self_attn.keys_values(context_SD, rotate) for layer in self._layers()]
-        if cache.keys_values:
-            new = [
-                (torch.cat([key, new_key]), torch.cat([value, new_value]))
-                for (key, value), (new_key, new_value) in zip(cache.keys_values, new, strict=True)
-            ]
-        cache.keys_values = new
-        cache.length += context_SD.shape[0]
+        context_nD = self._context(hidden_states[0])
+        positions = torch.arange(cache.length, cache.length + len(context_nD), device=context_nD.device)
+        cache.extend(context_nD, self._rotation(context_nD, positions))
 
     def draft(self, cache: DraftCache, block_embeddings: Tensor) -> Tensor:
         """Run one block, [1, P, D] embeddings, whose anchor has position cache.length.
@@ -231,7 +251,7 @@ class DFlashDraftModel(nn.Module):
         The cache is left as it is. Returns [1, P, D] after `norm`; slot k predicts the token at cache.length + k.
         """
         layout = BlockLayout.at_end(cache.length, block_embeddings.shape[1], block_embeddings.device)
-        output = self._run_blocks(block_embeddings[0], iter(cache.keys_values), layout, GroupedAttention, cache.length)
+        output = self._run_blocks(block_embeddings[0], cache.keys_values(), layout, GroupedAttention, cache.length)
         return output[None]
 
     def _run_blocks(

@@ -268,10 +268,17 @@ def _streaks(
     device = anchor_positions_A.device
     blocks = Blocks.of_document(captured.sample.input_ids.to(device), anchor_positions_A, draft_model.config)
     states = captured.hidden_states_SLD[None].to(draft_model.fc.weight)
-    said_AP = greedy_tokens(drafted_states(draft_model, states, blocks, frozen.embed).to(device), frozen.head)
+    drafted_APD = drafted_states(draft_model, states, blocks, frozen.embed).to(device)
     label_AP = slot_labels(blocks.predicted_AP, captured.target_ids_S.to(device), shift=-1)
-    right_AP = (said_AP == label_AP) & blocks.supervised_AP
-    return right_AP[:, draft_model.config.first_predicting_slot :].long().cumprod(1).sum(1)
+    # The head costs more than the drafter, and behind a wrong slot nobody asks what is said: one slot at a time.
+    streak_A = torch.zeros_like(anchor_positions_A)
+    going = torch.arange(len(streak_A), device=device)
+    for slot in range(draft_model.config.first_predicting_slot, draft_model.config.block_size):
+        going = going[blocks.supervised_AP[going, slot]]
+        said = greedy_tokens(drafted_APD[going, slot], frozen.head)
+        going = going[said == label_AP[going, slot]]
+        streak_A[going] += 1
+    return streak_A
 
 
 def _as_sample(sample_id: int, prompt: Sequence[int], output: Sequence[int]) -> Sample:

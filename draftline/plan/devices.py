@@ -155,10 +155,10 @@ def measure_here(
 
 def _target_rate(config: RunConfig, target: Target, layers: Sequence[int], work: Workload, clock: Clock) -> float:
     sizes = TargetSizes.of(target)
-    row = _affordable(work.row, lambda some: target_operations(sizes, config, some.lengths))
+    row = _affordable(work.row, lambda some: target_operations(sizes, config, some))
     loop = TargetForwardLoop(target, layers, "target_ids", config.pipeline.target_batch_tokens)
     samples = _drawn_samples(row, target.vocab_size)
-    return target_operations(sizes, config, row.lengths) / _seconds(lambda: loop.capture(samples), clock)
+    return target_operations(sizes, config, row) / _seconds(lambda: loop.capture(samples), clock)
 
 
 def _drafter_rate(config: RunConfig, target: Target, shape: DFlashConfig, work: Workload, clock: Clock) -> float:

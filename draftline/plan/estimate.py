@@ -266,7 +266,7 @@ def estimate_time(
     """
 
     def captured(conversations: Conversations) -> float:
-        return target_operations(sizes, config, conversations.lengths) / device.target_rate
+        return target_operations(sizes, config, conversations) / device.target_rate
 
     def learned(conversations: Conversations, learn: bool = True) -> float:
         return drafter_operations(shape, config, sizes, conversations, learn=learn) / device.drafter_rate

@@ -153,11 +153,11 @@ def choose_mode(
     return "processes", f"{cores} cores"
 
 
-def target_operations(sizes: TargetSizes, config: RunConfig, lengths: IntArray) -> float:
-    """Of captures: each conversation once through the decoder layers, and through the head if ids are sent."""
-    products = sizes.used + (sizes.head if sent_beside_states(config) == "target_ids" else 0)
-    attention = sum(_keys_seen(lengths, reach) for reach in sizes.reach) * 4 * sizes.attention_width
-    return 2.0 * products * float(lengths.sum()) + attention
+def target_operations(sizes: TargetSizes, config: RunConfig, some: Conversations) -> float:
+    """Of captures: each conversation once through the decoder layers, and through the head where ids are sent."""
+    said = float(some.supervised.sum()) if sent_beside_states(config) == "target_ids" else 0.0
+    attention = sum(_keys_seen(some.lengths, reach) for reach in sizes.reach) * 4 * sizes.attention_width
+    return 2.0 * (sizes.used * float(some.tokens) + sizes.head * said) + attention
 
 
 def _keys_seen(lengths: NDArray[np.int64], reach: int | None) -> float:

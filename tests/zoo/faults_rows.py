@@ -318,7 +318,7 @@ def _(world: World) -> None:
 
     def extend(model: DFlashDraftModel, cache: Any, states: Tensor) -> None:
         clean(model, cache, states)
-        for kept in cache.keys_values:
+        for kept in cache.keys_values():
             for tensor in kept:
                 tensor[:-64] = 0.0
 
