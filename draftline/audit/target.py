@@ -426,12 +426,12 @@ def _wrong_place(probe: Probe, found: list[Tensor], own: list[Tensor]) -> str | 
     """Which token it is, if the targets are wrong at one and the same place of every conversation and nowhere else."""
     if any(ids.shape != other.shape for ids, other in zip(found, own, strict=True)):
         return None
-    trios = zip(found, own, probe.samples, strict=True)
-    wrong = [((ids != other) & probe.taught(sample)).nonzero()[:, 0].tolist() for ids, other, sample in trios]
-    if all(places == [0] for places in wrong):
-        return "the first token of each conversation"
-    ends = all(places == [len(ids) - 1] for places, ids in zip(wrong, own, strict=True))
-    return "the last token of each conversation" if ends else None
+    taught = [probe.taught(sample).nonzero()[:, 0].tolist() for sample in probe.samples]
+    trios = zip(found, own, taught, strict=True)
+    wrong = [[place for place in places if ids[place] != other[place]] for ids, other, places in trios]
+    if wrong == [places[:1] for places in taught]:
+        return "the first token of each conversation that a slot may ask for"
+    return "the last one of each conversation" if wrong == [places[-1:] for places in taught] else None
 
 
 def longest_difference(probe: Probe) -> tuple[int, float, int] | None:

@@ -62,7 +62,8 @@ def _no_hidden_norm(patch: pytest.MonkeyPatch) -> None:
 def _labels(by: int) -> Callable[[pytest.MonkeyPatch], None]:
     def plant(patch: pytest.MonkeyPatch) -> None:
         clean = step_module.slot_labels
-        patch.setattr(step_module, "slot_labels", lambda *args, shift: clean(*args, shift=shift + by))
+        # where nothing may be asked there is -1, which would end the run
+        patch.setattr(step_module, "slot_labels", lambda *args, shift: clean(*args, shift=shift + by).clamp_min(0))
 
     return plant
 

@@ -256,7 +256,8 @@ def _(world: World) -> None:
 @fault("the store was filled by another target", "B26", "RUN003", STORED)
 def _(world: World) -> None:
     clean = run_module.fill_store
-    other = build_target("zoo", random_model(world.target.model.config, seed=5), world.target.tokenizer)
+    model = random_model(world.target.model.config, seed=5).to(world.target.dtype)
+    other = build_target("zoo", model, world.target.tokenizer)
 
     def fill(store: StatesStore, loop: Any, *rest: Any) -> None:
         clean(store, type(loop)(other, loop.target_layer_ids, loop.send), *rest)

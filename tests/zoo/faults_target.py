@@ -191,9 +191,13 @@ def _(world: World) -> None:
     capturing(world, lambda item: with_ids(item, lambda _: item.sample.input_ids.roll(-1)))
 
 
-@fault("the training target of the first token of each conversation is wrong", "B43", "TGT002")
+@fault("the first training target of each conversation is wrong", "B43", "TGT002")
 def _(world: World) -> None:
-    capturing(world, lambda item: with_ids(item, lambda ids: torch.cat([(ids[:1] + 1) % 90, ids[1:]])))
+    def change(ids: Tensor) -> Tensor:
+        first = (ids >= 0).cumsum(0) == 1
+        return torch.where(first & (ids >= 0), (ids + 1) % 90, ids)
+
+    capturing(world, lambda item: with_ids(item, change))
 
 
 # F04: what is done to the fc input reaches the targets.

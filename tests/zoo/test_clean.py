@@ -153,7 +153,19 @@ def clean(given: AuditSubject) -> None:
     assert report.exit_status == 0
 
 
-@pytest.mark.parametrize("name", CLEAN)
+COVERED = {
+    *("llama, tied head", "llama, untied head", "qwen2", "mistral", "olmo2", "mixture of experts"),
+    *("blocks of 5", "one captured layer", "one drafter layer", "all layers sliding", "dense attention"),
+    *("labels from the data", "divided by the weights", "D-PACE weights", "KL to the target", "DSpark's mixture"),
+    *("Muon", "a constant rate", "reduced vocabulary, anchor predicts", "qwen3, tied head", "a chat template"),
+    *("layers of the target to start from", "five captured layers"),
+}
+"""Each is part of another one, or near it: these are left to the slow suite."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in COVERED else []) for name in CLEAN]
+)
 def test_a_clean_run_gives_no_finding(name: str, tmp_path: Path) -> None:
     clean(subject(CLEAN[name], tmp_path))
 
