@@ -114,11 +114,7 @@ def summarise(
     trained_mode: ChatMode | None,
     walked: WalkedTurns | None = None,
 ) -> EvaluationResult:
-    """Count, divide, compare; runs the teacher-forced walk over the plain outputs if they are greedy.
-
-    Args:
-        walked: the walk, and which turns were decoded, where not all were.
-    """
+    """Count, divide, compare; greedy outputs are walked over, unless that was done and is given as `walked`."""
     num_drafted = drafted_tokens(draft_model.config, settings.num_speculative_tokens)
     longest = num_drafted + 1
     answers = _counted(prompts, turns)
@@ -127,19 +123,13 @@ def summarise(
     accepted = [count for counts in by_prompt for count in counts]
     conditional_intervals = acceptance_rate_intervals(by_prompt, num_drafted, conditional=True)
     rates = acceptance_rate_by_position(accepted, num_drafted, conditional=False)
-    if walked is not None:
-        streaks = walked.streaks
-    else:
-        streaks = _streaks(target, draft_model, turns) if settings.sampling.greedy else []
-    walks = _walks(turns, streaks, num_drafted)
+    greedy = settings.sampling.greedy
+    streaks = walked.streaks if walked is not None else _streaks(target, draft_model, turns) if greedy else []
+    walks, mode = _walks(turns, streaks, num_drafted), mode_of(turns, settings.template_options)
     decoded_prompts = {turn.prompt for turn in turns} if walked is None else walked.decoded_prompts
-    differences = _differences(target, turns) if settings.sampling.greedy else []
-    equal = _equal_prompts(decoded_prompts, turns, differences) if settings.sampling.greedy else []
+    differences = _differences(target, turns) if greedy else []
+    equal = _equal_prompts(decoded_prompts, turns, differences) if greedy else []
     length, forced = Acceptance.total(clusters).length, Acceptance.total(walks).length
-    mode = mode_of(turns, settings.template_options)
-    warnings = [*disagreement(length, forced), *unasked(prompts, turns, target), *repeated(prompts)]
-    if trained_mode is not None:
-        warnings += mode_warnings(trained_mode, mode, same_rendering(target, prompts[0]))
     return EvaluationResult(
         acceptance_length=length,
         acceptance_length_interval=acceptance_interval(clusters, longest),
@@ -172,9 +162,17 @@ def summarise(
         settings=settings,
         mode=mode,
         trained_mode=trained_mode,
-        warnings=warnings,
+        warnings=[*disagreement(length, forced), *_doubts(target, prompts, turns, mode, trained_mode)],
         per_prompt=[_turn_result(target, prompts[turn.prompt], turn) for turn in turns],
     )
+
+
+def _doubts(
+    target: Target, prompts: Sequence[Prompt], turns: Sequence[DecodedTurn], mode: ChatMode, trained: ChatMode | None
+) -> list[str]:
+    """What the prompts themselves make doubtful."""
+    other_mode = [] if trained is None else mode_warnings(trained, mode, same_rendering(target, prompts[0]))
+    return [*unasked(prompts, turns, target), *repeated(prompts), *other_mode]
 
 
 def _counted(prompts: Sequence[Prompt], turns: Sequence[DecodedTurn]) -> list[CountedAnswer]:
