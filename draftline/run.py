@@ -259,7 +259,7 @@ def _settle_mode(config: RunConfig, target: Target, data: RunData, device: torch
         two_devices=device != target.device,
         accelerator={device.type, target.device.type} != {"cpu"},
         cores=available_cores(),
-        operations=work.passes * target_operations(TargetSizes.of(target), config, work.training.lengths),
+        operations=work.passes * target_operations(TargetSizes.of(target), config, work.training),
     )
     settled = pipeline.model_copy(update={"mode": mode})
     return config.model_copy(update={"pipeline": settled}), f"pipeline: {mode} ({reason})"

@@ -92,7 +92,7 @@ def _with_mode(options: PlanCommand, config: RunConfig, sizes: TargetSizes, work
         two_devices=options.devices > 1,
         accelerator=not here or resolve_device(config.target.device).type != "cpu",
         cores=available_cores(),
-        operations=work.passes * target_operations(sizes, config, work.training.lengths),
+        operations=work.passes * target_operations(sizes, config, work.training),
     )
     return config.pipeline.model_copy(update={"mode": mode})
 
