@@ -236,6 +236,8 @@ class TrainConfig(Settings):
     """Passes over the training data."""
     max_steps: int | None = Field(None, ge=1)
     """Stop after this many optimiser steps, whatever `epochs` says."""
+    extensions: tuple[Annotated[int, Field(ge=1)], ...] = ()
+    """Passes that follow the end of the run, a number for each time that `draftline train --extend` added some."""
     num_anchors: int = Field(512, ge=1)
     """Most anchors drawn per conversation and pass."""
     tokens_per_row: int = Field(8192, ge=2)

@@ -416,6 +416,8 @@ class TrainCommand(Settings):
     """YAML file with settings."""
     resume: bool = False
     """Continue the run in --out, with its settings."""
+    extend: int | None = Field(None, ge=1)
+    """Go on with the finished run in --out for so many more passes."""
     allow: tuple[str, ...] = ()
     """Start in spite of audit findings with this code."""
 

@@ -228,6 +228,8 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
         max_steps=config.train.max_steps,
         seed=config.train.seed,
     )
+    for passes in config.train.extensions:
+        sampler.extend(passes)
     device = drafter_device(config.train.device)
     config, overlap = _settle_mode(config, target, data, device)
     kept_ids = None if vocabulary is None else vocabulary.kept_ids
@@ -235,6 +237,7 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
         config=config,
         shape=shape,
         total_steps=sampler.total_steps,
+        seams=sampler.seams,
         frozen=frozen_target(target, device, kept_ids),
         device=device,
     )

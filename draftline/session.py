@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftline.engine.process import available_cores
+from draftline.errors import ConfigError
 from draftline.plan.devices import memory_of
 from draftline.plan.estimate import check_disk, check_memory, estimate_run
 from draftline.plan.sizes import TargetSizes
@@ -77,8 +78,27 @@ def _restore(run: Run, folder: Path, watcher: Watcher) -> Checkpoint | None:
     RunFolder(folder).check_same_run(checkpoint, run.config, run.shape, run.data.fingerprint)
     run.drafter.restore(checkpoint, newest)
     checkpoints.tidy(checkpoint.state)
-    watcher.say(f"continuing after step {checkpoint.state.step} of {run.sampler.total_steps}")
+    watcher.say(_going_on(run, checkpoint, folder))
     return checkpoint
+
+
+def _going_on(run: Run, checkpoint: Checkpoint, folder: Path) -> str:
+    """Where a run goes on, in words.
+
+    Raises:
+        ConfigError: it is to be extended, and has not come to its end.
+    """
+    step, extensions = checkpoint.state.step, run.config.train.extensions
+    done = len(checkpoint.run_config.train.extensions)
+    if done == len(extensions):
+        return f"continuing after step {step} of {run.sampler.total_steps}"
+    if step != run.drafter.seams[done]:
+        raise ConfigError(
+            f"{folder} has done {step} of {run.drafter.seams[done]} steps: finish it with --resume, then --extend"
+        )
+    passes, rate = sum(extensions[done:]), run.config.optim.schedule
+    kind = {"cosine": "rises again", "wsd": "goes on, and falls at the end", "constant": "goes on"}[rate]
+    return f"extending after step {step} by {passes} pass(es), to step {run.sampler.total_steps}: the rate {kind}"
 
 
 def _write_identity(run: Run, folder: Path, step: int, examination: Examination | None, ranks: Ranks) -> None:
@@ -98,6 +118,8 @@ def _write_identity(run: Run, folder: Path, step: int, examination: Examination 
         "rows": run.sampler.total_rows,
         "steps": run.sampler.total_steps,
     }
+    if run.sampler.seams:
+        data["seams"] = list(run.sampler.seams)
     if run.vocabulary is not None:
         data["draft_vocab_coverage"] = run.vocabulary.coverage
     place = RunFolder(folder)

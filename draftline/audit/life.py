@@ -179,6 +179,7 @@ def shrink(run: Run, folder: Path) -> tuple[RunConfig, RunData, str]:
     small = config.train.model_copy(
         update={
             "max_steps": STEPS,
+            "extensions": (),
             "rows_per_step": ROWS_PER_STEP,
             "num_anchors": min(config.train.num_anchors, _ANCHORS),
             "log_every": 3,  # so that a stop falls on a line

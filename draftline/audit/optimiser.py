@@ -111,7 +111,7 @@ def everything_moves(probe: Probe) -> Problem | None:
 @check("OPT004", "the learning rate does not follow its schedule")
 def schedule(probe: Probe) -> Problem | None:
     config, total, drafter = probe.subject.config.optim, 200, _twin(probe)
-    drafter.total_steps = total
+    drafter.total_steps, drafter.seams = total, ()
     rates = [drafter.learning_rate(update) for update in range(total)]
     peak, top = max(rates), rates.index(max(rates))
     wanted_top = round(config.warmup_fraction * total)
@@ -150,7 +150,7 @@ def _waypoints(config: OptimConfig, top: int, total: int) -> dict[int, float]:
 def _unused_rate(probe: Probe) -> Problem | None:
     """The rate of the schedule has to reach every tensor, at its own multiple, and before the update."""
     drafter, update, optim = _twin(probe), 77, probe.subject.config.optim
-    drafter.total_steps = 200
+    drafter.total_steps, drafter.seams = 200, ()
     rates: dict[int, float] = {}
     drafter.optimizer.register_step_pre_hook(
         lambda made, *_: rates.update({id(p): group["lr"] for group in made.param_groups for p in group["params"]})

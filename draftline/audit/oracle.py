@@ -80,24 +80,37 @@ def plan_run(sample_ids: Sequence[int], lengths: Sequence[int], train: TrainConf
     """
     assert len(lengths), "a run has conversations"
     wanted = None if train.max_steps is None else train.max_steps * train.rows_per_step
-    rows: list[tuple[int, tuple[int, ...]]] = []
-    epoch = 0
-    while epoch < train.epochs if wanted is None else len(rows) < wanted:
-        order = np.random.default_rng([train.seed % 2**63, epoch]).permutation(len(lengths)).tolist()
-        in_order = [sample_ids[i] for i in order], [lengths[i] for i in order]
-        rows += [(epoch, row) for row in _pack(*in_order, train.tokens_per_row)]
-        epoch += 1
-    rows = rows[:wanted]
-    return [
-        PlannedRow(
-            sequence_number=number,
-            step=number // train.rows_per_step,
-            last_of_step=(number + 1) % train.rows_per_step == 0 or number + 1 == len(rows),
-            epoch=epoch,
-            sample_ids=row,
-        )
-        for number, (epoch, row) in enumerate(rows)
-    ]
+    passes: list[list[tuple[int, ...]]] = []
+
+    def count() -> int:
+        return sum(map(len, passes))
+
+    def one_more() -> None:
+        order = np.random.default_rng([train.seed % 2**63, len(passes)]).permutation(len(lengths)).tolist()
+        passes.append(_pack([sample_ids[i] for i in order], [lengths[i] for i in order], train.tokens_per_row))
+
+    while len(passes) < train.epochs if wanted is None else count() < wanted:
+        one_more()
+    parts = [count() if wanted is None else wanted]  # rows of the run, then those of each extension
+    for extension in train.extensions:
+        for _ in range(extension):
+            one_more()
+        parts.append(count() - sum(parts))
+    in_order = [(epoch, row) for epoch, rows in enumerate(passes) for row in rows]
+    planned: list[PlannedRow] = []
+    for rows_of_part in parts:
+        first_step = planned[-1].step + 1 if planned else 0
+        for place in range(rows_of_part):
+            ends = (place + 1) % train.rows_per_step == 0 or place + 1 == rows_of_part
+            number = len(planned)
+            planned.append(PlannedRow(number, first_step + place // train.rows_per_step, ends, *in_order[number]))
+    return planned
+
+
+def seams(sample_ids: Sequence[int], lengths: Sequence[int], train: TrainConfig) -> list[int]:
+    """Steps that are done where each extension begins."""
+    before = (train.model_copy(update={"extensions": train.extensions[:n]}) for n in range(len(train.extensions)))
+    return [plan_run(sample_ids, lengths, earlier)[-1].step + 1 for earlier in before]
 
 
 def plan_heldout(sample_ids: Sequence[int], lengths: Sequence[int], tokens_per_row: int) -> list[PlannedRow]:

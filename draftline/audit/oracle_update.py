@@ -6,7 +6,7 @@ Like `oracle.py` it follows `docs/concepts/semantics.md`, section 5, and shares 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +33,22 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig) -> float:
         first = total_steps - length  # of the updates that fall, the last of which has the final share
         above = 1.0 if step < first else 1 - (step - first + 1) / length
     return optim.learning_rate * (optim.final_fraction + (1 - optim.final_fraction) * above)
+
+
+def rate_of_run(step: int, total_steps: int, seams: Sequence[int], optim: OptimConfig) -> float:
+    """The same of a run of which extensions begin where `seams` steps are done (section 5, rate of an extension)."""
+    borders = [0, *seams, total_steps]
+    part = max(i for i, border in enumerate(borders[:-1]) if border <= step)
+    t, length = step - borders[part], borders[part + 1] - borders[part]
+    if part == 0:
+        return learning_rate(t, length, optim)
+    warmup = round(optim.warmup_fraction * length)
+    if optim.schedule == "cosine" and t < warmup:
+        lowest = optim.final_fraction * optim.learning_rate
+        return lowest + (optim.learning_rate - lowest) * (t + 1) / (warmup + 1)
+    if optim.schedule == "cosine":
+        return learning_rate(t, length, optim)
+    return learning_rate(t, length, optim.model_copy(update={"warmup_fraction": 0.0}))
 
 
 def goes_by_muon(weight: Tensor, optim: OptimConfig) -> bool:

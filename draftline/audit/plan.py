@@ -118,7 +118,7 @@ def _wrong_rows(run: Run) -> Problem | None:
         return Problem(
             f"{run.sampler.total_rows} rows in {run.sampler.total_steps} steps are planned, by the recipe "
             f"{len(planned)} in {steps}",
-            "epochs passes over all conversations, or max_steps times rows_per_step rows",
+            "epochs passes over all conversations, or max_steps times rows_per_step rows, then the extensions",
         )
     for found, wanted in islice(zip(run.sampler.plans(), planned, strict=True), _MOST_ROWS):
         ours = (found.sequence_number, found.step, found.last_of_step, found.epoch, found.sample_ids)
@@ -134,8 +134,10 @@ def _wrong_rows(run: Run) -> Problem | None:
 def _wrong_rates(run: Run) -> Problem | None:
     """The learning rate of every update of the whole run."""
     total, optim = run.sampler.total_steps, run.config.optim
+    ids = run.data.training_ids
+    seams = oracle.seams(ids.tolist(), run.data.training.lengths[ids].tolist(), run.config.train)
     for step in np.unique(np.linspace(0, total - 1, min(total, _MOST_RATES)).astype(int)).tolist():
-        found, wanted = run.drafter.learning_rate(step), oracle_update.learning_rate(step, total, optim)
+        found, wanted = run.drafter.learning_rate(step), oracle_update.rate_of_run(step, total, seams, optim)
         if not math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-15):
             return Problem(
                 f"update {step} of {total} has the rate {found:.6g}, by the recipe {wanted:.6g}",
@@ -356,7 +358,7 @@ def _many_rows(run: Run, probe: Probe) -> Run:
     conversations = MemoryConversations(samples, "waiting")
     ids = np.arange(_WAITING)
     train = run.config.train.model_copy(
-        update={"tokens_per_row": 2, "rows_per_step": 1, "epochs": 1, "max_steps": None}
+        update={"tokens_per_row": 2, "rows_per_step": 1, "epochs": 1, "max_steps": None, "extensions": ()}
     )
     pipeline = run.config.pipeline.model_copy(update={"states_path": None})
     sampler = Sampler(

@@ -305,6 +305,7 @@ def _choice(life: Life, judge: Judge) -> None:
     saved: list[tuple[int, int | None, float | None]] = []
     log = SimpleNamespace(advance=lambda _state: None, write=lambda *_: None)
     drafter = SimpleNamespace(
+        seams=(),
         config=run.config.model_copy(update={"train": seldom}),
         step=lambda _rows: StepResult(StepMetrics.zero(run.shape.block_size), 0.0),
     )

@@ -32,20 +32,26 @@ def _saved_settings(options: TrainCommand) -> RunConfig | None:
     """Of the run that is continued; a recipe that is named is taken instead, so that the command of a run repeats."""
     from draftline.train.run_folder import RunFolder
 
-    return RunFolder(options.out).config() if options.resume and options.recipe is None else None
+    if options.extend is not None:
+        check_finished(options.out, options.extend)
+    going_on = options.resume or options.extend is not None
+    return RunFolder(options.out).config() if going_on and options.recipe is None else None
 
 
 def _train(options: TrainCommand, saved: RunConfig | None, ranks: Ranks | None) -> None:
     words = [*options.flags.words(), *options.settings]
     wanted = train_settings(words, recipe=options.recipe, config=options.config, saved=saved)
+    resume = options.resume or options.extend is not None
+    if options.extend is not None:
+        wanted = extended(wanted, options.extend)
     check_places(wanted)
     from draftline import run as runs  # slow to load: what can be refused without it is by now
     from draftline.train.ranks import ALONE
 
     ranks = ranks or ALONE
     check_codes(options.allow)
-    run = runs.open_run(wanted, options.out, resume=options.resume, ranks=ranks)
-    trained = examine_and_train(run, options.out, resume=options.resume, allow=options.allow, ranks=ranks)
+    run = runs.open_run(wanted, options.out, resume=resume, ranks=ranks)
+    trained = examine_and_train(run, options.out, resume=resume, allow=options.allow, ranks=ranks)
     if ranks.leads:
         print(json.dumps(trained.to_json(), ensure_ascii=False))
 
@@ -80,6 +86,29 @@ def train_settings(
     if saved is None and config is None and not any(word.startswith("target.name=") for word in words):
         raise ConfigError("nothing says what to train for: give --target, --config, or --resume with a run")
     return load_run_config(config, words, saved or find_recipe(recipe or "default"))
+
+
+def check_finished(out: Path, passes: int) -> None:
+    """Look at a run that is to go on for some passes.
+
+    Raises:
+        ConfigError: there is no run, or it has not come to its end.
+    """
+    from draftline.train.run_folder import RunFolder
+
+    folder = RunFolder(out)
+    if not folder.exists:
+        raise ConfigError(f"--extend {passes}: {out} holds no run: name the folder of a finished one with --out")
+    last = max(folder.checkpoint_steps(), default=0)
+    if last != folder.total_steps:
+        done = f"has done {last} of {folder.total_steps} steps"
+        raise ConfigError(f"--extend {passes}: {out} {done}: finish it with --resume first")
+
+
+def extended(config: RunConfig, passes: int) -> RunConfig:
+    """Settings of a run with one more extension."""
+    train = config.train.model_copy(update={"extensions": (*config.train.extensions, passes)})
+    return config.model_copy(update={"train": train})
 
 
 def check_places(config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 Every pass over the data has its own seeded order. The conversations are taken in that order and put into the open row
 until the next one does not fit; a conversation longer than a row gets a row of its own. `rows_per_step` consecutive
 rows are one optimiser step, across the border between two passes if need be; only the last step of a run may be short.
+A run that was extended goes on in the same sequence of rows, behind a seam: no step reaches across it.
 
 There is no state but the sequence number: the plan of row n is computed from the seed and n, so a resumed run, or a
 second process, sees exactly the rows of the uninterrupted one. Cost: one permutation and one cumulative sum per pass.
@@ -76,21 +77,44 @@ class Sampler:
         self._first_rows = [0]
         wanted = None if max_steps is None else max_steps * rows_per_step
         while (len(self._first_rows) <= epochs) if wanted is None else (self._first_rows[-1] < wanted):
-            epoch = len(self._first_rows) - 1
-            self._first_rows.append(self._first_rows[-1] + len(self._rows_of_epoch(epoch)))
-        self.total_rows = self._first_rows[-1] if wanted is None else wanted
-        self.total_steps = -(-self.total_rows // rows_per_step)
+            self._begin_pass()
+        self._seams = [(0, 0)]
+        self._end_at(self._first_rows[-1] if wanted is None else wanted)
+
+    def extend(self, passes: int) -> None:
+        """Go on behind the end: the rest of a pass that `max_steps` cut, then so many whole ones."""
+        self._seams.append((self.total_rows, self.total_steps))
+        for _ in range(passes):
+            self._begin_pass()
+        self._end_at(self._first_rows[-1])
+
+    @property
+    def seams(self) -> tuple[int, ...]:
+        """Steps that were done where each extension begins."""
+        return tuple(step for _, step in self._seams[1:])
+
+    def _begin_pass(self) -> None:
+        epoch = len(self._first_rows) - 1
+        self._first_rows.append(self._first_rows[-1] + len(self._rows_of_epoch(epoch)))
+
+    def _end_at(self, row: int) -> None:
+        first_row, first_step = self._seams[-1]
+        self.total_rows = row
+        self.total_steps = first_step + -(-(row - first_row) // self._rows_per_step)
 
     def plan(self, sequence_number: int) -> RowPlan:
         """The row at one place of the order."""
         if not 0 <= sequence_number < self.total_rows:
             raise IndexError(f"row {sequence_number} of a run of {self.total_rows} rows")
         epoch = bisect_right(self._first_rows, sequence_number) - 1
-        step, place = divmod(sequence_number, self._rows_per_step)
+        part = bisect_right(self._seams, sequence_number, key=lambda seam: seam[0]) - 1
+        first_row, first_step = self._seams[part]
+        step, place = divmod(sequence_number - first_row, self._rows_per_step)
+        ends = {self.total_rows, *(row for row, _ in self._seams[part + 1 :])}
         return RowPlan(
             sequence_number=sequence_number,
-            step=step,
-            last_of_step=place == self._rows_per_step - 1 or sequence_number == self.total_rows - 1,
+            step=first_step + step,
+            last_of_step=place == self._rows_per_step - 1 or sequence_number + 1 in ends,
             epoch=epoch,
             sample_ids=self._rows_of_epoch(epoch)[sequence_number - self._first_rows[epoch]],
         )

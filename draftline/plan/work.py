@@ -118,8 +118,11 @@ class Workload:
             max_steps=settings.max_steps,
             seed=settings.seed,
         )
+        for extension in settings.extensions:
+            sampler.extend(extension)
         per_pass = len(fill_rows(np.arange(len(training)), training.lengths, settings.tokens_per_row))
-        passes = settings.epochs if settings.max_steps is None else sampler.total_rows / per_pass
+        whole = settings.epochs + sum(settings.extensions)
+        passes = whole if settings.max_steps is None else sampler.total_rows / per_pass
         row = training.of(sampler.plan(0).sample_ids)
         walked = heldout.of(range(min(settings.eval_walks, len(heldout))))
         return Workload(training, heldout, walked, row, passes, sampler.total_rows, sampler.total_steps)

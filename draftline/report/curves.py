@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from draftline.page.chart import Chart, ChartCurve, hue, mean_window, number, running_mean, shade
@@ -22,8 +23,13 @@ HELDOUT_FIGURES = {
 }
 
 
-def learning(metrics: Columns) -> list[Chart]:
-    """Loss, accuracy and streak in training and held out, the teacher-forced acceptance length, and the optimiser."""
+def learning(metrics: Columns, seams: Sequence[int] = ()) -> list[Chart]:
+    """Loss, accuracy and streak in training and held out, the teacher-forced acceptance length, and the optimiser.
+
+    Args:
+        seams: steps after which the run was extended.
+    """
+    where = " and ".join(f"{step:,}" for step in seams)
     return [
         _pair(metrics, "loss", "Loss", "cross entropy, weighted by slot"),
         _pair(metrics, "accuracy", "Accuracy", "share of slots equal to the target's own token"),
@@ -35,7 +41,10 @@ def learning(metrics: Columns) -> list[Chart]:
             from_zero=False,
             note="A walk over the target's own held-out answers; decoding should give the same number.",
         ),
-        _single(metrics["learning_rate"], "Learning rate"),
+        replace(
+            _single(metrics["learning_rate"], "Learning rate"),
+            note=f"The run was extended after step {where}." if seams else "",
+        ),
         _single(metrics["grad_norm"], "Gradient norm", "before clipping", noisy=True),
     ]
 

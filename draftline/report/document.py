@@ -72,7 +72,7 @@ def report_page(
         "made": moment(run.now),
         "written": moment(run.last_written),
         "cards": cards(run, decoded),
-        "learning": curves.learning(run.metrics),
+        "learning": curves.learning(run.metrics, run.seams),
         "heldout": curves.heldout_table(run.metrics),
         "positions": curves.positions(run.metrics),
         "speed": curves.speed(run.speed),
@@ -93,7 +93,8 @@ def report_page(
 
 def cards(run: RunFolder, evaluations: Sequence[Evaluation]) -> list[tuple[str, str, str]]:
     """The figures that one looks for first: name, value, remark."""
-    total = f"of {run.total_steps:,}" if run.total_steps is not None else ""
+    seams = "".join(f", extended after {step:,}" for step in run.seams)
+    total = f"of {run.total_steps:,}{seams}" if run.total_steps is not None else ""
     tokens = run.metrics["tokens"].values
     entries = [
         ("step", f"{run.step:,}", total),

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -112,6 +113,7 @@ class RunLog:
         self._loss = loss
         self._display = display
         self._metrics, self._speed = run.continue_lines(state.step, state.logged_step)
+        self._seams = run.seams
         self._trackers = trackers
         self._meter = SpeedMeter(statistics, state)
 
@@ -128,6 +130,7 @@ class RunLog:
             **metrics_record(state.window, self._loss),
             "learning_rate": self._learning_rate(state.step - 1),
             "grad_norm": result.grad_norm,
+            **({"extension": number} if (number := bisect_left(self._seams, state.step)) else {}),
             **{f"heldout_{name}": value for name, value in heldout.items()},
         }
         speed = self._meter.read(state)

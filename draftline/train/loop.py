@@ -76,4 +76,5 @@ class DrafterTrainLoop:
             raise
 
     def _due(self, every: int) -> bool:
-        return self.state.step % every == 0 or self.state.step == self.total_steps
+        ends = (self.total_steps, *self.drafter.seams)
+        return self.state.step % every == 0 or self.state.step in ends

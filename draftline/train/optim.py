@@ -183,6 +183,17 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * left)
 
 
+def extension_rate(step: int, total_steps: int, config: OptimConfig) -> float:
+    """AdamW's rate of the update number `step`, from 0, of an extension of so many steps behind the end of a run.
+
+    A cosine rises again, from where it ended, and falls over the extension; the other schedules go on at the highest
+    rate at once, and `wsd` falls at the end of the extension.
+    """
+    warmup = round(config.warmup_fraction * total_steps) if config.schedule == "cosine" else 0
+    above = (step + 1) / (warmup + 1) if step < warmup else _share_left(step, warmup, total_steps, config)
+    return config.learning_rate * (config.final_fraction + (1.0 - config.final_fraction) * above)
+
+
 def _share_left(step: int, warmup: int, total_steps: int, config: OptimConfig) -> float:
     """How far above its end the rate is, 1 after the rise and 0 at the last update of a schedule that falls."""
     if config.schedule == "constant":

@@ -205,6 +205,11 @@ class RunFolder:
         return steps if isinstance(steps, int) else None
 
     @property
+    def seams(self) -> tuple[int, ...]:
+        """Steps that were done where each extension of the run begins."""
+        return tuple(self.identity.get("data", {}).get("seams", ()))
+
+    @property
     def drafter(self) -> DFlashConfig | None:
         """Shape of the drafter, None if run.json does not say.
 
@@ -371,6 +376,8 @@ class RunFolder:
         """Raise a `ConfigError` that names the first setting in which the run and the wish to continue it differ."""
         ours, theirs = flatten(saved.model_dump(mode="json")), flatten(wanted.model_dump(mode="json"))
         for key, value in ours.items():
+            if key == "train.extensions" and theirs[key][: len(value)] == value:
+                continue  # some more may follow
             if value != theirs[key] and not key.startswith(FREE_TO_CHANGE):
                 raise ConfigError(
                     f"{key} is {value} in the run of {self.path} and {theirs[key]} now: give the same settings "

@@ -35,6 +35,7 @@ from draftline.records import PackedBatch
 from draftline.train.checkpoint import Checkpoint, TrainState, load_weights, random_states, restore_random_states
 from draftline.train.optim import (
     build_optimizer,
+    extension_rate,
     learning_rate,
     optimizer_tensors,
     restore_optimizer,
@@ -71,6 +72,7 @@ class Drafter:
         config: settings of the run.
         shape: of the drafter.
         total_steps: of the run, for the learning rate.
+        seams: steps that were done where each of its extensions begins.
         frozen: embedding and head of the target, on `device`; with them comes a reduced vocabulary.
         device: where the drafter trains.
 
@@ -85,9 +87,17 @@ class Drafter:
     """
 
     def __init__(
-        self, *, config: RunConfig, shape: DFlashConfig, total_steps: int, frozen: FrozenTarget, device: torch.device
+        self,
+        *,
+        config: RunConfig,
+        shape: DFlashConfig,
+        total_steps: int,
+        seams: tuple[int, ...] = (),
+        frozen: FrozenTarget,
+        device: torch.device,
     ) -> None:
-        self.config, self.total_steps, self.frozen, self.device = config, total_steps, frozen, device
+        self.config, self.frozen, self.device = config, frozen, device
+        self.total_steps, self.seams = total_steps, seams
         self.attention = attention_class(config.train.attention, device)
         low = config.train.precision == "bfloat16" or (config.train.precision == "auto" and device.type != "cpu")
         self.dtype = torch.bfloat16 if low else torch.float32
@@ -112,7 +122,11 @@ class Drafter:
 
     def learning_rate(self, step: int) -> float:
         """Rate of the update number `step`, from 0."""
-        return learning_rate(step, self.total_steps, self.config.optim)
+        first = max((seam for seam in self.seams if seam <= step), default=None)
+        end = min((seam for seam in self.seams if seam > step), default=self.total_steps)
+        if first is None:
+            return learning_rate(step, end, self.config.optim)
+        return extension_rate(step - first, end - first, self.config.optim)
 
     def anchors(self, batch: PackedBatch, seed: int) -> Tensor:
         """[A] anchors of a row."""

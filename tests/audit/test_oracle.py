@@ -24,7 +24,7 @@ from draftline.draft.loss import StepMetrics
 from draftline.draft.vocabulary import count_supervised, reduce_vocabulary
 from draftline.train.checkpoint import read_checkpoint
 from draftline.train.log import metrics_record
-from draftline.train.optim import learning_rate, optimizer_tensors
+from draftline.train.optim import extension_rate, learning_rate, optimizer_tensors
 from tests.audit.real_run import LAYOUTS, RealRun, assert_close, planned_row, real_run, recorded_row, two_answers
 from tests.engine.tiny_target import VOCAB_SIZE
 from tests.run.small_run import read_lines, small_run
@@ -52,12 +52,14 @@ def test_the_reference_run_imports_nothing_of_what_it_judges() -> None:
 
 @pytest.mark.parametrize("rows_per_step", [1, 2, 3])
 @pytest.mark.parametrize("length", [{"epochs": 2}, {"epochs": 3}, {"max_steps": 1}, {"max_steps": 23}])
-@pytest.mark.parametrize("seed", [0, 5, 2**63 + 11])
-def test_rows_are_those_of_the_sampler(rows_per_step: int, length: dict[str, int], seed: int) -> None:
+@pytest.mark.parametrize(("seed", "extensions"), [(0, ()), (5, (2,)), (2**63 + 11, (1, 3))])
+def test_rows_are_those_of_the_sampler(
+    rows_per_step: int, length: dict[str, int], seed: int, extensions: tuple[int, ...]
+) -> None:
     rng = np.random.default_rng(seed)
     ids, lengths = np.flatnonzero(rng.random(40) < 0.8), rng.integers(1, 60, 40)
     lengths = lengths[ids]
-    train = TrainConfig(tokens_per_row=50, rows_per_step=rows_per_step, seed=seed, **length)
+    train = TrainConfig(tokens_per_row=50, rows_per_step=rows_per_step, seed=seed, extensions=extensions, **length)
     sampler = Sampler(
         sample_ids=ids,
         lengths=lengths,
@@ -67,6 +69,9 @@ def test_rows_are_those_of_the_sampler(rows_per_step: int, length: dict[str, int
         max_steps=train.max_steps,
         seed=seed,
     )
+    for passes in extensions:
+        sampler.extend(passes)
+    assert tuple(oracle.seams(ids.tolist(), lengths.tolist(), train)) == sampler.seams
     found = oracle.plan_run(ids.tolist(), lengths.tolist(), train)
     assert [_fields(row) for row in found] == [_fields(plan) for plan in sampler.plans()]
     assert found[-1].step + 1 == sampler.total_steps
@@ -147,6 +152,30 @@ def test_the_rate_is_that_of_the_run_and_ends_where_it_should(
     assert rates == pytest.approx([learning_rate(step, total, optim) for step in range(total)])
     assert total < 7 or round(warmup * total) > total - 2 or rates[-1] == pytest.approx(0.03)
     assert max(rates) <= 0.3
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
+@pytest.mark.parametrize("length", [1, 2, 5, 40])
+def test_the_rate_of_an_extension_is_that_of_the_run(schedule: Any, length: int) -> None:
+    ends = 0.0 if schedule == "constant" else 0.1
+    optim = OptimConfig(learning_rate=0.3, warmup_fraction=0.2, final_fraction=ends, schedule=schedule)
+    seams, total = (30, 37), 37 + length
+    rates = [oracle_update.rate_of_run(step, total, seams, optim) for step in range(total)]
+    assert rates[:30] == [oracle_update.learning_rate(step, 30, optim) for step in range(30)]
+    assert rates[30:37] == pytest.approx([extension_rate(step, 7, optim) for step in range(7)])
+    assert rates[37:] == pytest.approx([extension_rate(step, length, optim) for step in range(length)])
+
+
+def test_rates_of_an_extension_by_hand() -> None:
+    """Ten steps, of which two rise: from the third of the way between the end and the highest, as the page says."""
+    cosine = OptimConfig(learning_rate=1.0, warmup_fraction=0.2, final_fraction=0.1)
+    assert extension_rate(0, 10, cosine) == pytest.approx(0.1 + 0.9 / 3)
+    assert extension_rate(1, 10, cosine) == pytest.approx(0.1 + 0.9 * 2 / 3)
+    assert (extension_rate(2, 10, cosine), extension_rate(9, 10, cosine)) == pytest.approx((1.0, 0.1))
+    wsd = OptimConfig(learning_rate=1.0, warmup_fraction=0.2, schedule="wsd", decay_fraction=0.2)
+    assert [extension_rate(step, 10, wsd) for step in range(10)] == pytest.approx([1.0] * 8 + [0.5, 0.0])
+    constant = OptimConfig(learning_rate=1.0, schedule="constant")
+    assert {extension_rate(step, 10, constant) for step in range(10)} == {1.0}
 
 
 def test_counts_and_figures_of_a_hand_made_case() -> None:

@@ -18,6 +18,7 @@ from draftline.run import Examination, Run, RunResult
 from draftline.train.ranks import ALONE, Ranks
 from draftline.train.run_folder import RunFolder
 from tests.commands.test_prepare import prepared
+from tests.run.small_run import small_run
 
 RUN = cast(Run, None)
 """Nothing looks at it: what the audit finds is given."""
@@ -145,3 +146,26 @@ def test_a_check_that_could_not_run_stops_a_run_too(monkeypatch: pytest.MonkeyPa
 def test_only_codes_of_checks_can_be_allowed() -> None:
     with pytest.raises(ConfigError, match="--allow DRF999: there is no such check"):
         check_codes(["DRF001", "DRF999"])
+
+
+def test_a_finished_run_is_extended_and_nothing_else_is(
+    tmp_path: Path, started: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    small_run(out, "train.epochs=1")
+    assert train(out, "--extend", "2") == 0
+    assert started[-1].train.extensions == (2,)
+    assert started[-1].train.epochs == 1
+    capsys.readouterr()
+    for words, said in (
+        ((str(tmp_path / "none"), "1"), "holds no run"),
+        ((str(out), "0"), "--extend"),
+        ((str(out), "1", "train.seed=7"), "train.seed is 0 in the run of"),
+    ):
+        assert train(Path(words[0]), "--extend", *words[1:]) == 2
+        line = capsys.readouterr().err
+        assert said in line
+        assert line.count("\n") == 1
+    (out / "checkpoints" / "step-000006").rename(out / "checkpoints" / "step-000005")
+    assert train(out, "--extend", "1") == 2
+    assert "has done 5 of 6 steps: finish it with --resume first" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftline.data.sampler import Sampler, fill_rows, heldout_rows
+from draftline.data.sampler import RowPlan, Sampler, fill_rows, heldout_rows
 from draftline.errors import DataError
 
 
@@ -107,3 +107,38 @@ def test_heldout_rows_keep_their_order() -> None:
     plans = heldout_rows(np.array([7, 8, 9]), np.array([4, 7, 3]), 10)
     assert [plan.sample_ids for plan in plans] == [(7,), (8, 9)]
     assert all(plan.last_of_step for plan in plans)
+
+
+@settings(max_examples=50)
+@given(
+    lengths=st.lists(st.integers(1, 15), min_size=1, max_size=20),
+    rows_per_step=st.integers(1, 4),
+    max_steps=st.one_of(st.none(), st.integers(1, 9)),
+    extensions=st.lists(st.integers(1, 3), min_size=1, max_size=3),
+)
+def test_an_extension_goes_on_in_the_same_rows_with_steps_of_its_own(
+    lengths: list[int], rows_per_step: int, max_steps: int | None, extensions: list[int]
+) -> None:
+    """Against a run that is long enough, cut by hand: rows as they are, steps counted anew from each seam."""
+    given = {"rows_per_step": rows_per_step, "max_steps": max_steps, "epochs": 2}
+    before, sampler = make_sampler(lengths, **given), make_sampler(lengths, **given)
+    for passes in extensions:
+        sampler.extend(passes)
+    endless = list(make_sampler(lengths, rows_per_step=1, epochs=40).plans())
+    found = list(sampler.plans())
+    begun = before.plan(before.total_rows - 1).epoch + 1
+    assert found[: before.total_rows] == list(before.plans())
+    assert [plan.sample_ids for plan in found] == [plan.sample_ids for plan in endless[: len(found)]]
+    assert [plan.epoch for plan in found] == [plan.epoch for plan in endless[: len(found)]]
+    assert {plan.epoch for plan in found} == set(range(begun + sum(extensions)))
+    assert endless[len(found)].epoch == begun + sum(extensions)
+    steps: dict[int, list[RowPlan]] = {}
+    for plan in found:
+        steps.setdefault(plan.step, []).append(plan)
+    assert list(steps) == list(range(sampler.total_steps))
+    ends = [steps[seam - 1][-1].sequence_number + 1 for seam in sampler.seams]
+    for step, rows in steps.items():
+        full = len(rows) == rows_per_step
+        assert full or step + 1 in (*sampler.seams, sampler.total_steps)
+        assert [row.last_of_step for row in rows] == [False] * (len(rows) - 1) + [True]
+    assert ends[0] == before.total_rows

@@ -26,6 +26,7 @@ class Recorder:
 
     def __init__(self, streaks: Sequence[float] = ()) -> None:
         self.config = RunConfig()
+        self.seams: tuple[int, ...] = ()
         self.events: list[tuple[str, int]] = []
         self.step_now = 0
         self._streaks = iter(streaks)
@@ -92,6 +93,15 @@ def test_each_is_done_when_it_is_due_and_at_the_end() -> None:
     assert recorder.of("evaluate") == [4, 8, 10]
     assert recorder.of("save") == [6, 10]
     assert (loop.state.step, loop.state.next_row, loop.state.tokens) == (10, 20, 100)
+
+
+def test_the_end_of_a_run_that_was_extended_counts_as_its_end() -> None:
+    recorder = Recorder()
+    recorder.seams = (5,)
+    make_loop(recorder, rows(10), every=(3, 4, 6)).run()
+    assert recorder.of("line") == [3, 5, 6, 9, 10]
+    assert recorder.of("evaluate") == [4, 5, 8, 10]
+    assert recorder.of("save") == [5, 6, 10]
 
 
 def test_an_evaluation_writes_a_line_and_an_improvement_a_checkpoint() -> None:

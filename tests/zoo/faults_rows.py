@@ -35,6 +35,8 @@ THREADS = Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 2}})
 PROCESSES = Recipe(settings={"pipeline": {"mode": "processes"}})
 STORED = Recipe(settings={"pipeline": {"states_path": "states"}})
 LONG = Recipe(data="long")
+EXTENDED = Recipe(settings={"train": {"extensions": (1,), "rows_per_step": 2}})
+CUT = Recipe(settings={"train": {"extensions": (1,), "max_steps": 3, "rows_per_step": 1}})
 WINDOW = Recipe(data="long", settings={"drafter": {"num_sliding_layers": 2, "sliding_window": 40}})
 
 
@@ -100,6 +102,56 @@ def _(world: World) -> None:
         clean(sampler, **{**given, "rows_per_step": given["rows_per_step"] + 1})
 
     world.patch.setattr(Sampler, "__init__", init)
+
+
+def _behind_the_seam(world: World, change: Callable[[Sampler, Callable[[int], RowPlan], int], RowPlan]) -> None:
+    """Other plans of the rows of an extension."""
+    clean = Sampler.plan
+
+    def plan(sampler: Sampler, number: int) -> RowPlan:
+        right = clean(sampler, number)
+        behind = sampler.seams and right.step >= sampler.seams[0]
+        return change(sampler, lambda n: clean(sampler, n), number) if behind else right
+
+    world.patch.setattr(Sampler, "plan", plan)
+
+
+@fault("an extension repeats the last row of the run", "B48", "RUN014", EXTENDED)
+def _(world: World) -> None:
+    def repeated(_sampler: Sampler, plan: Callable[[int], RowPlan], number: int) -> RowPlan:
+        return replace(plan(number), sample_ids=plan(number - 1).sample_ids)
+
+    _behind_the_seam(world, repeated)
+
+
+@fault("an extension skips what the run has left of its last pass", "B48", "RUN014", CUT)
+def _(world: World) -> None:
+    def skipped(sampler: Sampler, plan: Callable[[int], RowPlan], number: int) -> RowPlan:
+        later = min(number + 1, sampler.total_rows - 1)
+        return replace(plan(number), sample_ids=plan(later).sample_ids, epoch=plan(later).epoch)
+
+    _behind_the_seam(world, skipped)
+
+
+@fault("an extension has the passes of the run again", "B48", "RUN014", EXTENDED)
+def _(world: World) -> None:
+    def again(sampler: Sampler, plan: Callable[[int], RowPlan], number: int) -> RowPlan:
+        first = plan(number - sampler.total_rows // 2)
+        return replace(plan(number), sample_ids=first.sample_ids, epoch=first.epoch)
+
+    _behind_the_seam(world, again)
+
+
+@fault("a step reaches across the seam of an extension", "B48", "RUN014", EXTENDED)
+def _(world: World) -> None:
+    clean = Sampler.extend
+
+    def extend(sampler: Sampler, passes: int) -> None:
+        clean(sampler, passes)
+        del sampler._seams[1:]
+        sampler._end_at(sampler.total_rows)
+
+    world.patch.setattr(Sampler, "extend", extend)
 
 
 @fault("conversations are cut to 64 tokens where rows are made", "B06", "RUN002", LONG)

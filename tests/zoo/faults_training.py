@@ -24,6 +24,8 @@ from tests.zoo.pipeline import Recipe, World, in_precision
 
 WSD = Recipe(settings={"optim": {"schedule": "wsd", "decay_fraction": 0.3}})
 CONSTANT = Recipe(settings={"optim": {"schedule": "constant"}})
+EXTENDED = Recipe(settings={"train": {"extensions": (2,)}})
+EXTENDED_WSD = Recipe(settings={"train": {"extensions": (2,)}, "optim": {"schedule": "wsd"}})
 
 
 def _blocks_of(size: int) -> Recipe:
@@ -392,6 +394,38 @@ def _(world: World) -> None:
 @fault("the first update has a rate of zero", "B48", "OPT004")
 def _(world: World) -> None:
     _rate(world, lambda clean, update, total, config: clean(update, total, config) if update else 0.0)
+
+
+def _extension(world: World, rate: Callable[[Callable[..., float], int, int, Any], float]) -> None:
+    """Another rate in extensions, from the right one, the number of the update and of all updates there."""
+    clean = step_module.extension_rate
+    world.patch.setattr(step_module, "extension_rate", lambda update, total, config: rate(clean, update, total, config))
+
+
+@fault("an extension keeps the rate with which the run ended", "B48", "RUN014", recipe=EXTENDED)
+def _(world: World) -> None:
+    _extension(world, lambda _clean, _update, _total, config: config.learning_rate * config.final_fraction)
+
+
+@fault("the cosine of an extension starts at its highest", "B48", "RUN014", recipe=EXTENDED)
+def _(world: World) -> None:
+    at_once = {"warmup_fraction": 0.0}
+    _extension(world, lambda clean, update, total, config: clean(update, total, config.model_copy(update=at_once)))
+
+
+@fault("a plateau warms up again in an extension", "B48", "RUN014", recipe=EXTENDED_WSD)
+def _(world: World) -> None:
+    _extension(world, lambda _clean, update, total, config: step_module.learning_rate(update, total, config))
+
+
+@fault("the schedule of a run is stretched over its extension", "B48", "RUN014", recipe=EXTENDED)
+def _(world: World) -> None:
+    clean = step_module.learning_rate
+    world.patch.setattr(
+        step_module.Drafter,
+        "learning_rate",
+        lambda drafter, step: clean(step, drafter.total_steps, drafter.config.optim),
+    )
 
 
 @fault("the rate of the schedule never reaches the optimiser", "B97", "OPT004")
