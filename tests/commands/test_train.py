@@ -166,6 +166,6 @@ def test_a_finished_run_is_extended_and_nothing_else_is(
         line = capsys.readouterr().err
         assert said in line
         assert line.count("\n") == 1
-    (out / "checkpoints" / "step-000006").rename(out / "checkpoints" / "step-000005")
+    (out / "checkpoints" / "step-000006").rename(out / "checkpoints" / "step-000004")
     assert train(out, "--extend", "1") == 2
     assert "has done 5 of 6 steps: finish it with --resume first" in capsys.readouterr().err

@@ -35,8 +35,8 @@ THREADS = Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 2}})
 PROCESSES = Recipe(settings={"pipeline": {"mode": "processes"}})
 STORED = Recipe(settings={"pipeline": {"states_path": "states"}})
 LONG = Recipe(data="long")
-EXTENDED = Recipe(settings={"train": {"extensions": (1,), "rows_per_step": 2}})
-CUT = Recipe(settings={"train": {"extensions": (1,), "max_steps": 3, "rows_per_step": 1}})
+EXTENDED = Recipe(settings={"train": {"extensions": (1,), "rows_per_step": 2, "tokens_per_row": 100}})
+CUT = Recipe(settings={"train": {"extensions": (1,), "max_steps": 3, "tokens_per_row": 100}})
 WINDOW = Recipe(data="long", settings={"drafter": {"num_sliding_layers": 2, "sliding_window": 40}})
 
 

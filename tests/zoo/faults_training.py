@@ -24,8 +24,9 @@ from tests.zoo.pipeline import Recipe, World, in_precision
 
 WSD = Recipe(settings={"optim": {"schedule": "wsd", "decay_fraction": 0.3}})
 CONSTANT = Recipe(settings={"optim": {"schedule": "constant"}})
-EXTENDED = Recipe(settings={"train": {"extensions": (2,)}})
-EXTENDED_WSD = Recipe(settings={"train": {"extensions": (2,)}, "optim": {"schedule": "wsd"}})
+TWO_MORE = {"extensions": (2,), "tokens_per_row": 100}
+EXTENDED = Recipe(settings={"train": TWO_MORE, "optim": {"warmup_fraction": 0.3}})
+EXTENDED_WSD = Recipe(settings={"train": TWO_MORE, "optim": {"warmup_fraction": 0.3, "schedule": "wsd"}})
 
 
 def _blocks_of(size: int) -> Recipe:
