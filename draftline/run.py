@@ -141,7 +141,8 @@ class Run:
 
     def deal(self, ranks: Ranks) -> Deal:
         """The rows of one of the ranks that train."""
-        return Deal(self.sampler.total_rows, self.config.train.rows_per_step, ranks.rank, ranks.count)
+        sampler, rows = self.sampler, self.config.train.rows_per_step
+        return Deal(sampler.total_rows, rows, ranks.rank, ranks.count, tuple(sampler.parts))
 
     def engine(
         self,

@@ -52,6 +52,10 @@ class Sampler:
         max_steps: number of optimiser steps, whatever `epochs` says.
         seed: determines the order of every pass.
 
+    Attributes:
+        total_rows, total_steps: of the run, with its extensions.
+        parts: of the run and of each of its extensions, the first row and the first step.
+
     Raises:
         DataError: there is no conversation, or one has no token.
     """
@@ -78,12 +82,12 @@ class Sampler:
         wanted = None if max_steps is None else max_steps * rows_per_step
         while (len(self._first_rows) <= epochs) if wanted is None else (self._first_rows[-1] < wanted):
             self._begin_pass()
-        self._seams = [(0, 0)]
+        self.parts = [(0, 0)]
         self._end_at(self._first_rows[-1] if wanted is None else wanted)
 
     def extend(self, passes: int) -> None:
         """Go on behind the end: the rest of a pass that `max_steps` cut, then so many whole ones."""
-        self._seams.append((self.total_rows, self.total_steps))
+        self.parts.append((self.total_rows, self.total_steps))
         for _ in range(passes):
             self._begin_pass()
         self._end_at(self._first_rows[-1])
@@ -91,14 +95,14 @@ class Sampler:
     @property
     def seams(self) -> tuple[int, ...]:
         """Steps that were done where each extension begins."""
-        return tuple(step for _, step in self._seams[1:])
+        return tuple(step for _, step in self.parts[1:])
 
     def _begin_pass(self) -> None:
         epoch = len(self._first_rows) - 1
         self._first_rows.append(self._first_rows[-1] + len(self._rows_of_epoch(epoch)))
 
     def _end_at(self, row: int) -> None:
-        first_row, first_step = self._seams[-1]
+        first_row, first_step = self.parts[-1]
         self.total_rows = row
         self.total_steps = first_step + -(-(row - first_row) // self._rows_per_step)
 
@@ -107,10 +111,10 @@ class Sampler:
         if not 0 <= sequence_number < self.total_rows:
             raise IndexError(f"row {sequence_number} of a run of {self.total_rows} rows")
         epoch = bisect_right(self._first_rows, sequence_number) - 1
-        part = bisect_right(self._seams, sequence_number, key=lambda seam: seam[0]) - 1
-        first_row, first_step = self._seams[part]
+        part = bisect_right(self.parts, sequence_number, key=lambda seam: seam[0]) - 1
+        first_row, first_step = self.parts[part]
         step, place = divmod(sequence_number - first_row, self._rows_per_step)
-        ends = {self.total_rows, *(row for row, _ in self._seams[part + 1 :])}
+        ends = {self.total_rows, *(row for row, _ in self.parts[part + 1 :])}
         return RowPlan(
             sequence_number=sequence_number,
             step=first_step + step,
@@ -140,16 +144,21 @@ class Deal:
         rows_per_step: of all ranks together.
         rank: from 0.
         ranks: how many there are.
+        parts: of the run and of each of its extensions, the first row and the first step.
     """
 
     total_rows: int
     rows_per_step: int
     rank: int = 0
     ranks: int = 1
+    parts: tuple[tuple[int, int], ...] = ((0, 0),)
 
     def first_row(self, step: int) -> int:
         """Sequence number, in the order of the run, of the first row of a step; behind the last step all rows."""
-        return min(step * self.rows_per_step, self.total_rows)
+        part = max(number for number, (_, first_step) in enumerate(self.parts) if first_step <= step)
+        row, first_step = self.parts[part]
+        end = self.parts[part + 1][0] if part + 1 < len(self.parts) else self.total_rows
+        return min(row + (step - first_step) * self.rows_per_step, end)
 
     def rows_of_step(self, step: int) -> int:
         """How many rows of a step are this rank's: none where the last step has fewer rows than there are ranks."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftline.data.sampler import RowPlan, Sampler, fill_rows, heldout_rows
+from draftline.data.sampler import Deal, RowPlan, Sampler, fill_rows, heldout_rows
 from draftline.errors import DataError
 
 
@@ -142,3 +142,14 @@ def test_an_extension_goes_on_in_the_same_rows_with_steps_of_its_own(
         assert full or step + 1 in (*sampler.seams, sampler.total_steps)
         assert [row.last_of_step for row in rows] == [False] * (len(rows) - 1) + [True]
     assert ends[0] == before.total_rows
+    for ranks in (1, 2, 3):
+        deals = [Deal(sampler.total_rows, rows_per_step, rank, ranks, tuple(sampler.parts)) for rank in range(ranks)]
+        for step, rows in steps.items():
+            assert sum(deal.rows_of_step(step) for deal in deals) == len(rows)
+        dealt = [list(deal.plans(sampler.plans())) for deal in deals]
+        for deal, mine in zip(deals, dealt, strict=True):
+            whole = [plan for plan in found if plan.sequence_number % ranks == deal.rank]
+            assert [plan.sample_ids for plan in mine] == [plan.sample_ids for plan in whole]
+            counts = [sum(plan.step == step for plan in mine) for step in steps]
+            assert counts == [deal.rows_of_step(step) for step in steps]
+            assert sum(plan.last_of_step for plan in mine) == sum(count > 0 for count in counts)

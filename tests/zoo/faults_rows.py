@@ -148,7 +148,7 @@ def _(world: World) -> None:
 
     def extend(sampler: Sampler, passes: int) -> None:
         clean(sampler, passes)
-        del sampler._seams[1:]
+        del sampler.parts[1:]
         sampler._end_at(sampler.total_rows)
 
     world.patch.setattr(Sampler, "extend", extend)
