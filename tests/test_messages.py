@@ -22,9 +22,9 @@ OTHER_PROGRAMS = {
     "--attention-backend", "--dtype", "--generation-config", "--model-path", "--num-speculative-tokens", "--outfile",
     "--outtype", "--spec-draft-n-max", "--spec-draft-p-min", "--spec-type", "--speculative-algorithm",
     "--speculative-config", "--speculative-draft-model-path", "--speculative-num-draft-tokens", "--target-model-dir",
-    "--metrics", "--no-deps", "--show-toplevel",
+    "--metrics", "--no-deps", "--nproc-per-node", "--rdzv-endpoint", "--show-toplevel",
 }  # fmt: skip
-"""Options of servers, pip and git that commands and messages print."""
+"""Options of servers, pip, git and torchrun that commands and messages print."""
 STYLE_SHEET = ("--hue-", "--shade-")
 
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]+")
