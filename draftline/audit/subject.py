@@ -247,6 +247,10 @@ def subject_of_run_folder(folder: Path, target: Target | None = None) -> AuditSu
         )
     checkpoint = read_checkpoint(place)
     config = checkpoint.run_config
+    saved = RunFolder(folder).config()
+    if saved is not None:  # its best checkpoint may be older than an extension
+        train = config.train.model_copy(update={"extensions": saved.train.extensions})
+        config = config.model_copy(update={"train": train})
     target = target or load_target(config.target)
     start = load_draft_model(folder)
     if config.data.path is None:
