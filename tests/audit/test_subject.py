@@ -11,7 +11,7 @@ import pytest
 from draftline.audit import run_audit
 from draftline.audit.life import MemoryConversations
 from draftline.audit.report import audit_run_folder
-from draftline.audit.subject import prepared_data, subject_to_come
+from draftline.audit.subject import prepared_data, subject_of_run_folder, subject_to_come
 from draftline.config import load_run_config
 from draftline.data.split import RunData
 from draftline.errors import CheckpointError, DataError
@@ -68,3 +68,16 @@ def test_conversations_are_taken_from_all_of_the_data() -> None:
     assert (len(found.samples), len(found.heldout), found.num_samples) == (200, 3, 480)
     assert found.num_tokens == conversations.lengths.sum()
     assert len(found.samples[-1]) == conversations.lengths[479]
+
+
+def test_an_extended_run_is_examined_with_its_extensions(tmp_path: Path) -> None:
+    """Its best checkpoint may be older than they are."""
+    out = tmp_path / "run"
+    words = ("train.epochs=1", "train.eval_every=1000")
+    small_run(out, *words)
+    small_run(out, *words, "train.extensions=[1]", resume=True)
+    (out / "best").unlink()
+    (out / "best").symlink_to((out / "checkpoints" / "step-000006").relative_to(out))
+    run = subject_of_run_folder(out, tiny_target()).run
+    assert run.config.train.extensions == (1,)
+    assert len(run.drafter.seams) == 1
