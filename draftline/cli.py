@@ -53,8 +53,8 @@ def run(words: list[str], debug: bool = False) -> int:
         return _fail("interrupted", 130, debug)
     except DraftlineError as error:
         return _fail(str(error), error.exit_status, debug)
-    except typer.TyperException as error:
-        return _fail(_usage(error), 2, debug)
+    except typer.TyperException as error:  # of ranks that torchrun has started all read the same words
+        return _fail(_usage(error) if os.environ.get("RANK", "0") == "0" else "", 2, debug)
     except Exception as error:  # the border of the process: nothing is above
         line = " ".join(str(error).split())
         return _fail(f"unexpected {type(error).__name__}: {line} (add --debug for the traceback)", 1, debug)

@@ -386,7 +386,7 @@ def train(
         engine = run.engine(state.next_row, folder, watcher.say, ranks)
         stop_requested = stack.enter_context(watcher.stopping())
         stack.enter_context(engine)
-        log = _open_log(run, folder, state, engine, watcher) if ranks.leads else SilentLog()
+        log = _open_log(run, folder, state, engine, watcher, ranks) if ranks.leads else SilentLog()
         stack.enter_context(closing(log))
         loop = DrafterTrainLoop(
             drafter=run.drafter,
@@ -417,14 +417,20 @@ def _watcher(ranks: Ranks) -> Watcher:
     return Watcher(lambda _text: None, lambda _step, _steps: NoDisplay(), stopping)
 
 
-def _open_log(run: Run, folder: Path, state: TrainState, engine: RunEngine, watcher: Watcher) -> StepLog:
+def _statistics(engine: RunEngine, ranks: Ranks) -> PipelineStatistics:
+    """Of this rank's engine, with the tokens of all: the others' do as much, and the state counts tokens of all too."""
+    own = engine.statistics()
+    return replace(own, target_tokens=own.target_tokens * ranks.count)
+
+
+def _open_log(run: Run, folder: Path, state: TrainState, engine: RunEngine, watcher: Watcher, ranks: Ranks) -> StepLog:
     settings = flatten(run.config.model_dump(mode="json"))
     return RunLog(
         run=RunFolder(folder),
         state=state,
         learning_rate=run.drafter.learning_rate,
         loss=run.config.loss,
-        statistics=engine.statistics,
+        statistics=partial(_statistics, engine, ranks),
         display=watcher.display(state.step, run.sampler.total_steps),
         trackers=Trackers(run.config.train.trackers, folder, state.step + 1, settings, watcher.say),
     )

@@ -27,6 +27,17 @@ def test_bad_places_for_results_are_refused_before_the_work(
         assert "not empty" in capsys.readouterr().err
 
 
+def test_of_ranks_with_the_same_wrong_word_one_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = []
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert cli.run(["train", "--nonsense"]) == 2
+        said.append(capsys.readouterr().err)
+    assert said == ["draftline: No such option: --nonsense (see draftline --help)\n", ""]
+
+
 @pytest.mark.parametrize(
     "start", [["-m", "draftline"], ["-m", "draftline.cli"], ["-c", "from draftline.cli import main; main()"]]
 )

@@ -40,6 +40,9 @@ PLACES = (
 """Settings that may differ between ranks: they say where something is on a machine, and what is there is compared."""
 
 
+_LONGEST_VALUE = 30
+
+
 class Ranks:
     """One process that trains alone; a subclass has the exchange.
 
@@ -154,8 +157,8 @@ class Ranks:
                 ours, theirs = wanted.get(name, "nothing"), found.get(name, "nothing")
                 if ours != theirs:
                     raise ConfigError(
-                        f"rank {rank} has {name} {theirs}, rank 0 has {ours}: start all ranks with the same command, "
-                        "code, target and data"
+                        f"rank {rank} has {name} {_short(theirs)}, rank 0 has {_short(ours)}: start all ranks with the "
+                        "same command, code, target and data"
                     )
 
 
@@ -165,8 +168,13 @@ def check_rows(train: TrainConfig, ranks: int) -> None:
     if rows < ranks:
         raise ConfigError(
             f"train.rows_per_step = {rows} leaves {ranks - rows} of {ranks} ranks without a row: set "
-            f"train.rows_per_step={ranks} (of all ranks together), or start {rows}"
+            f"train.rows_per_step={ranks} (of all ranks together), or start {rows} rank(s)"
         )
+
+
+def _short(value: str) -> str:
+    """A value in a line: of fingerprints the beginning is enough."""
+    return value if len(value) <= _LONGEST_VALUE else f"{value[:12]}.."
 
 
 ALONE = Ranks()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import re
 import subprocess
@@ -353,13 +354,16 @@ class RunFolder:
     # Its writers, and what they refuse
 
     def check_usable(self, config: RunConfig, resume: bool) -> None:
-        """Refuse a folder that holds something else, before anything expensive happens.
+        """Refuse a folder that holds something else, or is not ours to write, before anything expensive happens.
 
         Raises:
-            StorageError: the folder is in use and `resume` is not set.
+            StorageError: the folder is in use and `resume` is not set, or cannot be written.
             CheckpointError: on resume, the settings of the run cannot be read.
             ConfigError: on resume, a setting contradicts those of the run.
         """
+        place = next(path for path in (self.path, *self.path.absolute().parents) if path.exists())
+        if not os.access(place, os.W_OK):
+            raise StorageError(f"{self.path} cannot be written: name a folder of yours")
         if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
             return
         if not self.path.is_dir():

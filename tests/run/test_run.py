@@ -14,13 +14,14 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from draftline.audit.life import MemoryConversations
-from draftline.config import load_run_config
+from draftline.config import RunConfig, load_run_config
 from draftline.draft.model import DFlashDraftModel
 from draftline.errors import CheckpointError, ConfigError, DataError, DraftlineError, PipelineError, StorageError
 from draftline.records import Sample
 from draftline.run import Examination
 from draftline.targets.model import build_target
 from draftline.train.checkpoint import load_draft_model
+from draftline.train.run_folder import RunFolder
 from tests.engine.tiny_target import tiny_samples, tiny_target
 from tests.run.small_run import SETTINGS, assert_same_run, read_lines, small_data, small_run
 
@@ -222,6 +223,14 @@ def test_a_folder_in_use_is_refused(whole: Path, tmp_path: Path) -> None:
         small_run(tmp_path, resume=True)
     with pytest.raises(StorageError, match="is a file"):
         small_run(tmp_path / "notes.txt")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda place, _mode: Path(place) != tmp_path)
+    with pytest.raises(StorageError, match=r"run/of/mine cannot be written: name a folder of yours"):
+        RunFolder(tmp_path / "run" / "of" / "mine").check_usable(RunConfig(), resume=False)
 
 
 @pytest.mark.parametrize(

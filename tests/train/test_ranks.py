@@ -185,6 +185,8 @@ def test_what_differs_is_named_with_the_rank() -> None:
     Told({"data": "a"}).compare({"data": "a"})
     with pytest.raises(ConfigError, match=r"^rank 1 has data b, rank 0 has a: start all ranks with the same"):
         Told({"data": "b"}).compare({"data": "a"})
+    with pytest.raises(ConfigError, match=r"^rank 1 has data bbbbbbbbbbbb\.\., rank 0 has a: "):
+        Told({"data": "b" * 64}).compare({"data": "a"})
     with pytest.raises(ConfigError, match=r"^rank 1 has train.seed nothing, rank 0 has 3"):
         Told({}).compare({"train.seed": "3"})
 
