@@ -156,6 +156,7 @@ def stop_after(step: int, ranks: Ranks, out: Path, words: Sequence[str], resume:
         return train_small(ranks, out, words, resume)
 
 
+@pytest.mark.slow
 def test_muon_moves_whole_matrices_of_which_ranks_keep_shares(tmp_path: Path) -> None:
     on_ranks(tmp_path / "a", 1, train_small, tmp_path / "one", MUON)
     on_ranks(tmp_path / "b", 2, train_small, tmp_path / "two", (*MUON, *FSDP))
@@ -164,7 +165,7 @@ def test_muon_moves_whole_matrices_of_which_ranks_keep_shares(tmp_path: Path) ->
     assert ours.keys() == theirs.keys()
 
 
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_is_killed_ends_the_others_and_costs_no_bit(
     whole: dict[str, Path], tmp_path: Path, who: int
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_rank_that_is_killed_ends_the_others_and_costs_no_bit(
     assert_same_run(whole["2"], out)
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_found(tmp_path: Path) -> None:
     world = World(tmp_path / "world", 2, impatient, 1, freeze, tmp_path / "run")
     world.processes[0].join(60)
