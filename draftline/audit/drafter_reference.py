@@ -327,7 +327,7 @@ def embedding_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Ids to what the first layer receives: the model's embedding module and the factor that follows it, if any.
 
     The factor is measured on the difference of two tokens, so that learned positions drop out; as rounding blurs it,
-    the number of the configuration that is nearest to it is taken.
+    the number of the configuration that is nearest to it is taken, or the root of the width, which has no field (AFMoE).
     """
     module: Any = model.get_input_embeddings()
     ids = module.weight.detach().float().norm(dim=1).topk(2).indices
@@ -337,7 +337,7 @@ def embedding_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     measured = float(row @ first / row.square().sum())
     values = model.config.get_text_config(decoder=True).to_dict().values()
     numbers = [float(value) for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    factor = min([1.0, *numbers], key=lambda number: abs(number - measured))
+    factor = min([1.0, module.weight.shape[1] ** 0.5, *numbers], key=lambda number: abs(number - measured))
 
     def embed(token_ids: Tensor) -> Tensor:
         with torch.no_grad():

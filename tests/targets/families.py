@@ -310,6 +310,7 @@ FAMILIES: dict[str, _Spec] = {
 FEW = (
     *("llama", "llama-tied", "qwen2", "qwen2-vl-wrapper", "qwen3", "qwen3-moe", "qwen3.5", "gemma2", "gemma3-wrapper"),
     *("gemma4-large", "gemma4-shared", "mistral", "gpt-oss", "granite", "cohere", "cohere2", "gpt2", "falcon-h1"),
+    "afmoe",
 )
 """Those that differ most, for tests that need not see every family."""
 
