@@ -38,7 +38,7 @@ from draftline.audit.report import run_audit
 from draftline.audit.subject import subject_to_come
 from draftline.compare import compare_groups
 from draftline.compare.curves import Estimate
-from draftline.config import RunConfig, find_recipe, load_run_config
+from draftline.config import PipelineConfig, RunConfig, find_recipe, load_run_config
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import Conversations, RunData, choose_conversations
 from draftline.engine.process import intra_op_threads
@@ -204,8 +204,11 @@ class Bench:
 
     def _filled(self, states: Path, conversations: PreparedDataset) -> StatesStore:
         data = conversations.fingerprint
-        store = StatesStore(states / folder_name(data), loop_identity(self._loop, data), conversations.lengths)
-        fill_store(store, self._loop, conversations)
+        identity, size = loop_identity(self._loop, data), PipelineConfig().states_shard_bytes
+        store = StatesStore(states / folder_name(data), identity, conversations.lengths, size)
+        with store.lock():
+            fill_store(store, store.missing(), self._loop, conversations)
+        store.finish()
         return store
 
     def agreement(self) -> float:

@@ -24,6 +24,7 @@ COMMANDS = {
     "prepare": "prepare",
     "inspect": "prepare",
     "plan": "plan",
+    "capture": "capture",
     "train": "train",
     "audit": "audit",
     "evaluate": "evaluate",

@@ -31,6 +31,9 @@ ExportDtype = Literal["float32", "bfloat16"]
 PipelineMode = Literal["auto", "inline", "threads", "processes"]
 """How the two halves of a run share the time."""
 
+StatesDtype = Literal["target", "bfloat16", "fp8"]
+"""How captured states are kept on disk."""
+
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Libraries that scalars of a run can be sent to."""
 
@@ -292,6 +295,11 @@ class PipelineConfig(Settings):
     the ids, but the states where ids do not suffice: for a reduced vocabulary, and to teach a distribution."""
     states_path: Path | None = None
     """Folder for captured states: captured once, then read by every pass, and by later runs that want the same."""
+    states_dtype: StatesDtype | None = None
+    """How captured layers are kept on disk: `target` (as it gives them), `bfloat16`, or `fp8` with a scale for each
+    token and layer. None: as the states that are there are kept, else `target`. What narrowing costs is said."""
+    states_shard_bytes: int = Field(1 << 28, ge=1)
+    """Largest file of captured states; one holds at least 32 conversations."""
     target_batch_tokens: int = Field(8192, ge=1)
     """Padded tokens in one forward of the target."""
     threads_per_loop: int | None = Field(None, ge=1)

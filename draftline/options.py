@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BeforeValidator, Field, model_validator
 
-from draftline.config import DataConfig, DrafterConfig, ExportDtype, Flag, Settings, TargetConfig
+from draftline.config import DataConfig, DrafterConfig, ExportDtype, Flag, Settings, StatesDtype, TargetConfig
 from draftline.errors import ConfigError
 
 TEMPLATE_ARGUMENTS = frozenset(
@@ -110,6 +110,8 @@ class TrainFlags(RunFlags):
 
     init_from: Annotated[Path | None, Sets(("drafter.init_from",))] = None
     """A drafter of any trainer, to train further."""
+    states: Annotated[Path | None, Sets(("pipeline.states_path",))] = None
+    """Folder of captured states, as `draftline capture` writes it."""
 
 
 def parse_template_options(words: Any) -> Any:
@@ -420,6 +422,28 @@ class TrainCommand(Settings):
     """Go on with the finished run in --out for so many more passes."""
     allow: tuple[str, ...] = ()
     """Start in spite of audit findings with this code."""
+
+
+class CaptureCommand(Settings):
+    """Options of `draftline capture`."""
+
+    out: Path
+    """Folder for the states; what is there already is kept."""
+    settings: Annotated[tuple[str, ...], Word()] = ()
+    """section.key=value words, see draftline/config.py."""
+    flags: RunFlags
+    recipe: str | None = None
+    """default, published, small-model or quickstart."""
+    config: Path | None = None
+    """YAML file with settings."""
+    loops: int = Field(1, ge=1)
+    """Processes that capture and write."""
+    dtype: StatesDtype | None = None
+    """How states are kept: target (as it gives them), bfloat16, or fp8."""
+    repair: bool = False
+    """Read all that is there, and capture again what is damaged."""
+    allow: tuple[str, ...] = ()
+    """Capture in spite of audit findings with this code."""
 
 
 class PlanCommand(Settings):

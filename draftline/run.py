@@ -29,6 +29,7 @@ from draftline.draft.block import FrozenTarget
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
+from draftline.engine.capture import fill_states
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import available_cores, intra_op_threads, stop_on_signals, threads_per_loop
 from draftline.engine.processes import ProcessesEngine
@@ -40,14 +41,26 @@ from draftline.formats.beginning import drafter_to_continue, set_first_weights
 from draftline.formats.write import refuse_unwritable
 from draftline.plan.sizes import TargetSizes
 from draftline.plan.work import Workload, choose_mode, target_operations
+<<<<<<< HEAD
 from draftline.progress import counting, say
 from draftline.session import begin_session
+=======
+from draftline.progress import say
+from draftline.records import CapturedSample, Sample
+>>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
 from draftline.storage import without_nan
+from draftline.targets.borrowed import Borrowed, load_borrowed
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
+<<<<<<< HEAD
 from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
 from draftline.train.checkpoint import CheckpointStore, TrainState, shared_checkpoint
 from draftline.train.log import Display, NoDisplay, Record, RunLog, SilentLog, StepLog, metrics_record, open_display
+=======
+from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids
+from draftline.train.checkpoint import CheckpointStore, TrainState, read_checkpoint
+from draftline.train.log import Display, Record, RunLog, metrics_record, open_display
+>>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
 from draftline.train.loop import DrafterTrainLoop
 from draftline.train.ranks import ALONE, Ranks
 from draftline.train.run_folder import RunFolder, code_identity
@@ -55,7 +68,15 @@ from draftline.train.step import Drafter
 from draftline.train.trackers import Trackers
 from draftline.transfer.pack import CaptureLoop, make_rows
 from draftline.transfer.stage import DeviceStage, PipelineStatistics, RowSource, to_device
-from draftline.transfer.store import StatesStore, fill_store, folder_name, loop_identity
+from draftline.transfer.store import (
+    StatesStore,
+    as_setting,
+    folder_name,
+    how_kept,
+    is_complete,
+    loop_identity,
+    refuse_other_data,
+)
 
 
 class RunEngine(RowSource, AbstractContextManager["RunEngine"], Protocol):
@@ -111,24 +132,37 @@ class Run:
             return self.capture_loop(target)
         return self.stores[conversations.fingerprint]
 
-    def fill_stores(self) -> None:
+    def fill_stores(
+        self, writers: int = 1, *, repair: bool = False, folder: Path | None = None, say: Callable[[str], None] = say
+    ) -> None:
         """Capture all conversations, once, where states are kept on disk; may run the target for hours.
+
+        Args:
+            writers: processes that do it; with one, this one does.
+            repair: also look at what is there, and capture again what is damaged.
+            folder: gets the stacks of a writer that hangs.
+            say: gets a line about what is captured, and about each writer that is replaced.
 
         Raises:
             CheckpointError: the folder holds other states, or damaged ones.
-            StorageError: they do not fit on the disk.
+            StorageError: they do not fit on the disk, or another process fills the folder.
         """
-        path = self.config.pipeline.states_path
-        if path is None:
+        pipeline = self.config.pipeline
+        if pipeline.states_path is None:
             return
-        loop = self.capture_loop()
+        refuse_other_data(pipeline.states_path, [self.data.training.fingerprint, self.data.heldout.fingerprint])
+        loop, stores = self.capture_loop(), dict[StatesStore, Conversations]()
         for conversations in (self.data.training, self.data.heldout):
             data = conversations.fingerprint
             if data not in self.stores:
-                store = StatesStore(path / folder_name(data), loop_identity(loop, data), conversations.lengths)
-                with counting("capturing") as on_progress:
-                    fill_store(store, loop, conversations, on_progress)
-                self.stores[data] = store
+                place = pipeline.states_path / folder_name(data)
+                identity = loop_identity(loop, data, how_kept(place, pipeline.states_dtype))
+                self.stores[data] = StatesStore(place, identity, conversations.lengths, pipeline.states_shard_bytes)
+                stores[self.stores[data]] = conversations
+        settings = WorkerTerms(self.threads, self.target.device.type, pipeline.patience, folder, say)
+        fill_states(stores, loop, writers=writers, repair=repair, settings=settings)
+        if self.target.has_layers and Borrowed.read(pipeline.states_path) is None:
+            Borrowed.of(self.target).write(pipeline.states_path)
 
     def target_devices(self) -> Sequence[str]:
         """Device of each target loop; in mode `inline` there is one loop, in the drafter's thread."""
@@ -189,14 +223,31 @@ class Run:
         if self.target.device != self.drafter.device:
             return math.nan
         ids = self.data.heldout_ids[: self.config.train.eval_walks].tolist()
-        answers = [split_last_answer(self.data.heldout[sample_id]) for sample_id in ids]
+        answers = {i: answer for i in ids if len((answer := split_last_answer(self.data.heldout[i]))[1]) > 1}
+        walked, states = list(answers), self.stores.get(self.data.heldout.fingerprint)
+
+        def kept(samples: Sequence[Sample]) -> list[CapturedSample]:
+            assert states is not None, "asked only where states are kept"
+            whole = states.capture([self.data.heldout[walked[sample.sample_id]] for sample in samples])
+            return [_beginning(item, sample, self.target) for item, sample in zip(whole, samples, strict=True)]
+
         walks = teacher_forced_walk(
             self.target,
             self.drafter.model,
-            [(prompt, answer) for prompt, answer in answers if len(answer) > 1],
+            list(answers.values()),
             self.config.pipeline.target_batch_tokens,
+            None if states is None else kept,
         )
         return Acceptance.total(walks).length
+
+
+def _beginning(whole: CapturedSample, sample: Sample, target: Target) -> CapturedSample:
+    """States of a sample that is the beginning of another, with the target's ids."""
+    length, ids, last = len(sample), whole.target_ids_S, whole.verifier_last_hidden_SD
+    if ids is None:
+        assert last is not None, "CapturedSample carries one of the two"
+        ids = target.head.target_ids(last[:length].to(target.device))
+    return CapturedSample(sample, whole.hidden_states_SLD[:length], target_ids_S=ids[:length])
 
 
 def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraftModel | None = None) -> Run:
@@ -232,7 +283,7 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
     for passes in config.train.extensions:
         sampler.extend(passes)
     device = drafter_device(config.train.device)
-    config, overlap = _settle_mode(config, target, data, device)
+    config, overlap = _settle_pipeline(config, target, data, device)
     kept_ids = None if vocabulary is None else vocabulary.kept_ids
     drafter = Drafter(
         config=config,
@@ -246,11 +297,12 @@ def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraf
     return Run(config, data, target, drafter, sampler, vocabulary, overlap=overlap)
 
 
-def _settle_mode(config: RunConfig, target: Target, data: RunData, device: torch.device) -> tuple[RunConfig, str]:
-    """The settings with the mode of the pipeline that is to be, and a word about it.
+def _settle_pipeline(config: RunConfig, target: Target, data: RunData, device: torch.device) -> tuple[RunConfig, str]:
+    """The settings with the mode of the pipeline and the format of states on disk, and a word about the mode.
 
     Raises:
         ConfigError: there is nothing for a process to do.
+        CheckpointError: what the states on disk are cannot be read.
     """
     pipeline, work = config.pipeline, Workload.of_data(data, config)
     if pipeline.mode == "processes" and pipeline.states_path is not None:
@@ -265,7 +317,11 @@ def _settle_mode(config: RunConfig, target: Target, data: RunData, device: torch
         cores=available_cores(),
         operations=work.passes * target_operations(TargetSizes.of(target), config, work.training),
     )
-    settled = pipeline.model_copy(update={"mode": mode})
+    kept = pipeline.states_dtype
+    if pipeline.states_path is not None:
+        own = str(target.dtype).removeprefix("torch.")
+        kept = as_setting(how_kept(pipeline.states_path / folder_name(data.training.fingerprint), kept), own)
+    settled = pipeline.model_copy(update={"mode": mode, "states_dtype": kept})
     return config.model_copy(update={"pipeline": settled}), f"pipeline: {mode} ({reason})"
 
 
@@ -333,6 +389,7 @@ def open_run(config: RunConfig, folder: Path, *, resume: bool = False, ranks: Ra
         StorageError: `folder` is in use.
         DataError, TargetError, CheckpointError: see their modules.
     """
+<<<<<<< HEAD
     ranks.check_settings(config, code_identity())
     ranks.first(partial(RunFolder(folder).check_usable, config, resume))
     training, heldout = open_data(config)
@@ -346,6 +403,27 @@ def open_run(config: RunConfig, folder: Path, *, resume: bool = False, ranks: Ra
     run = assemble(_with_threads(config, saved.pipeline.threads_per_loop), target, data)
     ranks.compare({"a drafter with first weights": run.drafter.checksum()})
     return run
+=======
+    RunFolder(folder).check_usable(config, resume)
+    return load_run(with_saved_threads(config, folder))
+
+
+def load_run(config: RunConfig) -> Run:
+    """Load what the settings name and assemble it; raises as `open_run`.
+
+    Where the states of all conversations are on disk, only what the drafter borrows of the target is loaded.
+    """
+    training, heldout = open_data(config)
+    prepared = [one for one in (training, heldout) if one is not None]
+    states, known = config.pipeline.states_path, None
+    if states is not None and config.drafter.start_from != "target_layers":
+        whole = all(is_complete(states / folder_name(one.fingerprint)) for one in prepared)
+        known = Borrowed.read(states) if whole else None
+    target = load_target(config.target) if known is None else load_borrowed(config.target, known)
+    for one in prepared:
+        _check_tokenizer(one, target)
+    return assemble(config, target, choose_conversations(config, training, heldout))
+>>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
 
 
 def train(
@@ -371,8 +449,13 @@ def train(
         Interrupted: Ctrl-C or SIGTERM; the state was saved.
         PipelineError: a target loop failed; the state was saved.
     """
+<<<<<<< HEAD
     watcher = watcher or _watcher(ranks)
     ranks.sharded = ranks.count > 1 and run.config.train.sharding == "fsdp"
+=======
+    watcher = watcher or Watcher()
+    RunFolder(folder).check_same_target(run.target.fingerprint)
+>>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
     checkpoints = CheckpointStore(folder, run.config.train.keep_last)
     beginning = partial(begin_session, run, folder, watcher, ranks, resume, examination)
     checkpoint = shared_checkpoint(ranks, beginning)
@@ -382,8 +465,13 @@ def train(
     run.drafter.join(ranks)
     with ExitStack() as stack:
         stack.enter_context(intra_op_threads(run.threads))
+<<<<<<< HEAD
         _fill_stores(run, ranks)  # before signals wait for a step
         engine = run.engine(state.next_row, folder, watcher.say, ranks)
+=======
+        run.fill_stores(folder=folder, say=watcher.say)  # before signals wait for a step
+        engine = run.engine(state.next_row, folder, watcher.say)
+>>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
         stop_requested = stack.enter_context(watcher.stopping())
         stack.enter_context(engine)
         log = _open_log(run, folder, state, engine, watcher, ranks) if ranks.leads else SilentLog()
@@ -466,7 +554,33 @@ def _save(run: Run, checkpoints: CheckpointStore, log: StepLog, ranks: Ranks, st
         log.sync()
         checkpoints.save(checkpoint)
 
+<<<<<<< HEAD
     ranks.first(write)
+=======
+
+def _write_identity(run: Run, folder: Path, state: TrainState, examination: Examination | None) -> None:
+    session: dict[str, Any] = {
+        "first_step": state.step,
+        "cores": available_cores(),
+        "threads_per_loop": run.threads,
+    }
+    if examination is not None and examination.allowed:
+        session["allowed"] = list(examination.allowed)
+    data: dict[str, Any] = {
+        "fingerprint": run.data.fingerprint,
+        "conversations": len(run.data.training_ids),
+        "heldout_conversations": len(run.data.heldout_ids),
+        "heldout_anchors_seed": HELDOUT_SEED,
+        "rows": run.sampler.total_rows,
+        "steps": run.sampler.total_steps,
+    }
+    if run.vocabulary is not None:
+        data["draft_vocab_coverage"] = run.vocabulary.coverage
+    place = RunFolder(folder)
+    place.begin_session(run.config, run.shape, run.target.fingerprint, data, session)
+    if examination is not None:
+        place.write_audit(examination.report)
+>>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
 
 
 def with_saved_threads(config: RunConfig, folder: Path) -> RunConfig:

@@ -195,6 +195,26 @@ def write_bytes(path: Path, content: bytes) -> None:
 
 
 @contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Give the name of a temporary file to write; it replaces `path` when the block ends without an exception.
+
+    Raises:
+        StorageError: the disk is full or refuses; no trace is left, and an older file of that name is intact.
+    """
+    temporary = path.with_name(TEMPORARY_PREFIX + path.name)
+    with storage_errors(path):
+        try:
+            yield temporary
+            temporary.chmod(path.parent.stat().st_mode & 0o666)  # as in `new_folder`
+            _sync(temporary)
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        _sync(path.parent)
+
+
+@contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Give a temporary folder to fill; it takes the name `path` when the block ends without an exception.
 

@@ -389,13 +389,14 @@ def _states(run: Run) -> Iterator[str]:
     others |= {"hidden_size": identity.hidden_size + 2, "data": "other"}
     others |= {"dtype": "float32" if identity.dtype == "float16" else "float16"}
     others |= {"send": "last_hidden" if identity.send == "target_ids" else "target_ids"}
+    others["kept"] = "bfloat16" if identity.kept == "fp8" else "fp8"
     assert others.keys() == {field.name for field in fields(identity)}, "each part of an identity is tried"
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / "states"
-        store_module.StatesStore(place, identity, lengths)
+        store_module.StatesStore(place, identity, lengths, 1)
         for name, value in others.items():
             other = replace(identity, **{name: value})
-            if _refusal(lambda other=other: store_module.StatesStore(place, other, lengths)) is None:  # type: ignore[misc]
+            if _refusal(lambda other=other: store_module.StatesStore(place, other, lengths, 1)) is None:  # type: ignore[misc]
                 yield f"states are read although their {name} is another"
     yield from _states_of_the_run(run, identity)
     yield from _damaged_states(run, identity, lengths)
@@ -407,8 +408,8 @@ def _states_of_the_run(run: Run, identity: store_module.StoreIdentity) -> Iterat
         pipeline = run.config.pipeline.model_copy(update={"states_path": Path(scratch)})
         other = replace(run, config=run.config.model_copy(update={"pipeline": pipeline}), stores={})
         place = Path(scratch) / store_module.folder_name(identity.data)
-        store_module.StatesStore(place, replace(identity, target="other"), run.data.training.lengths)
-        if _refusal(other.fill_stores) is None:
+        store_module.StatesStore(place, replace(identity, target="other"), run.data.training.lengths, 1)
+        if _refusal(lambda: other.fill_stores(say=lambda _text: None)) is None:
             yield "pipeline.states_path is used although it holds states of another target"
 
 
@@ -422,11 +423,10 @@ def _damaged_states(run: Run, identity: store_module.StoreIdentity, lengths: Any
         beside = {"target_ids_S": torch.zeros(len(sample), dtype=torch.int64)}
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch) / "states"
-        store = store_module.StatesStore(place, identity, lengths[:1])
-        store.write(CapturedSample(sample, states, **beside))
-        store.sync()
-        with _damaged(place / "hidden_states.bin"):
-            again = store_module.StatesStore(place, identity, lengths[:1])
+        store = store_module.StatesStore(place, identity, lengths[:1], 1)
+        store.write(0, [CapturedSample(sample, states, **beside)])
+        with _damaged(store.path(0)):
+            again = store_module.StatesStore(place, identity, lengths[:1], 1)
             if _refusal(lambda: again.capture([sample])) is None:
                 yield "states are read although a byte of them has changed"
     del run

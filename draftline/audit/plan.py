@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftline.audit import formats, oracle, oracle_update
-from draftline.audit.comparison import text_of
+from draftline.audit.comparison import ROUNDING_OF_KEPT, kept_narrow, text_of
 from draftline.audit.life import MemoryConversations
 from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids
@@ -375,25 +375,34 @@ def _many_rows(run: Run, probe: Probe) -> Run:
 
 
 def _changed_in_store(run: Run, probe: Probe) -> Problem | None:
-    """States that were kept on disk come back bit for bit."""
+    """States that were kept on disk come back bit for bit, or as near as the format they are kept in allows."""
     loop = run.capture_loop()
     samples = [replace(sample, sample_id=i) for i, sample in enumerate(probe.samples)]
-    captured = loop.capture(samples)
+    captured, kept = loop.capture(samples), kept_narrow(run.config)
     with tempfile.TemporaryDirectory() as scratch:
         lengths = np.array([len(sample) for sample in samples])
         for session in (0, 1):  # written in one session, read in the next
-            store = StatesStore(Path(scratch) / "states", loop_identity(loop, "probe"), lengths)
+            identity = loop_identity(loop, "probe", kept)
+            store = StatesStore(Path(scratch) / "states", identity, lengths, 1)
             if session == 0:
-                for item in captured:
-                    store.write(item)
-                store.sync()
+                for shard in range(store.num_shards):
+                    store.write(shard, [captured[i] for i in store.members(shard)])
         for item, read in zip(captured, store.capture(samples), strict=True):
             for name, given, wanted in _tensors(read, item):
-                if given is None or not _same(given, wanted, 0.0):
+                narrow = 0.0 if kept is None or not name.startswith("hidden") else ROUNDING_OF_KEPT[kept]
+                if given is None or not _kept_as(given, wanted, narrow):
                     return Problem(
                         f"{name} of a conversation comes back from the disk as other numbers", "keep the bytes"
                     )
     return None
+
+
+def _kept_as(found: Tensor, wanted: Tensor, rounding: float) -> bool:
+    """Bit for bit, or each number off by so much of itself, or by as much of the largest as the smallest steps are."""
+    if not rounding or found.shape != wanted.shape or found.dtype != wanted.dtype:
+        return _same(found, wanted, 0.0)
+    ours, theirs = found.double(), wanted.double()
+    return bool(((ours - theirs).abs() <= rounding * theirs.abs() + 2e-5 * theirs.abs().max()).all())
 
 
 def _tensors(read: object, item: object) -> Iterator[tuple[str, Tensor | None, Tensor]]:

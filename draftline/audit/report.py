@@ -34,6 +34,7 @@ from draftline.formats.files import read_files
 from draftline.formats.folder import read_config
 from draftline.formats.load import load_drafter
 from draftline.options import Given
+from draftline.targets.borrowed import LayersNotLoaded
 from draftline.targets.model import Target, load_target
 from draftline.train.run_folder import checkpoint_folder
 
@@ -234,6 +235,12 @@ def _print(console: Console, head: str, text: str, style: str = "") -> None:
         console.print(f"{shown} {escape(line)}", highlight=False, soft_wrap=True)
 
 
+NO_LAYERS = (
+    "the target's layers are not loaded, because its states are read from disk; `draftline capture` has examined them, "
+    "and `draftline audit` without --states examines the rest"
+)
+
+
 def run_audit(
     subject: AuditSubject, select: Collection[str] = (), ignore: Collection[str] = (), seed: int = 0
 ) -> AuditReport:
@@ -293,9 +300,13 @@ def _run_check(one: Check, probe: Probe, faulty: Collection[str]) -> tuple[Check
     started = time.perf_counter()
     try:
         problem = one.function(probe)
+    except LayersNotLoaded:
+        return CheckResult(one.code, "skipped", time.perf_counter() - started, NO_LAYERS), None
     except NotApplicable as absent:
         return CheckResult(one.code, "skipped", time.perf_counter() - started, str(absent)), None
     except _CRASHES as error:
+        if not probe.subject.target.has_layers and "meta tensor" in str(error):  # torch's word for what is not there
+            return CheckResult(one.code, "skipped", time.perf_counter() - started, NO_LAYERS), None
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         return CheckResult(one.code, "crashed", time.perf_counter() - started, reason), None
     seconds = time.perf_counter() - started

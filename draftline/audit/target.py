@@ -17,6 +17,7 @@ from draftline.audit.reference import ReferenceForward, target_forward
 from draftline.audit.report import Problem, check
 from draftline.errors import TargetError
 from draftline.records import CapturedSample, PackedBatch, Sample
+from draftline.targets.borrowed import LayersNotLoaded
 
 AGREEMENT = 0.999
 """Least share of positions at which training targets equal the target's own predictions, near ties left out."""
@@ -110,6 +111,8 @@ def captured_values(probe: Probe) -> Problem | None:
 def usable_states(probe: Probe) -> Problem | None:
     try:
         captured = [probe.subject.capture([sample])[0] for sample in probe.samples]
+    except LayersNotLoaded:
+        raise
     except TargetError as error:
         return Problem(f"the capture refuses: {error}", "fix what it names")
     for sample, item in zip(probe.samples, captured, strict=True):

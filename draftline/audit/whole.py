@@ -49,6 +49,7 @@ from draftline.evaluate.target_state import decoding_fault
 from draftline.formats.load import load_drafter
 from draftline.options import ExportDtype
 from draftline.run import Run
+from draftline.targets.borrowed import LayersNotLoaded
 from draftline.targets.model import TINY_FOLDER, stop_token_ids, weights_fingerprint
 from draftline.train.checkpoint import TrainState, read_state
 from draftline.train.log import metrics_record, whole_lines
@@ -87,6 +88,8 @@ def lived(probe: Probe) -> Lived:
     run = probe.subject.run
     if probe.subject.trained:
         raise NotApplicable("the run has been lived already; a life is for a run to come")
+    if not run.target.has_layers:
+        raise LayersNotLoaded("a life needs the whole target")
     before, judge = _sums(run.target.model), Judge(run)
 
     def observe(lived_run: Run, record: RecordedStep) -> None:

@@ -132,8 +132,11 @@ def check_codes(allow: Collection[str]) -> None:
         raise ConfigError(f"--allow {unknown[0]}: there is no such check; name a code of the audit, such as DRF001")
 
 
-def examine(run: Run, allow: Collection[str]) -> Examination:
+def examine(run: Run, allow: Collection[str], select: Collection[str] = ()) -> Examination:
     """Audit a run before it starts; the report goes to stderr.
+
+    Args:
+        select: areas of the audit; none: all.
 
     Returns:
         The codes that the run starts in spite of, allowed warnings included, and the report.
@@ -148,7 +151,7 @@ def examine(run: Run, allow: Collection[str]) -> Examination:
     from draftline.audit.subject import subject_of_run
     from draftline.run import Examination
 
-    report = run_audit(subject_of_run(run))
+    report = run_audit(subject_of_run(run), select)
     report.render(Console(stderr=True))
     codes = [finding.code for finding in report.errors()] + report.not_examined
     stopping = [code for code in codes if code not in allow]

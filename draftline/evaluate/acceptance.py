@@ -23,7 +23,7 @@ is too narrow with few prompts (`tests/evaluate/test_acceptance.py` counts both)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,6 +38,9 @@ from draftline.targets.loop import BATCH_TOKENS, TargetForwardLoop
 from draftline.targets.model import Target
 
 Interval = tuple[float, float]
+
+Capture = Callable[[Sequence[Sample]], list[CapturedSample]]
+"""What gives states of samples."""
 
 CHUNK_SIZE = 2048
 """Slots that the walk drafts at the same time."""
@@ -189,17 +192,19 @@ def teacher_forced_walk(
     draft_model: DFlashDraftModel,
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch_tokens: int = BATCH_TOKENS,
+    capture: Capture | None = None,
 ) -> list[Acceptance]:
     """Walk over answers that the target wrote greedily and alone, with the training forward.
 
     Args:
         answers: prompt ids and output ids of each.
         batch_tokens: padded tokens in one forward of the target.
+        capture: gives the states of samples, numbered by answer, with the target's ids; none: the target itself.
 
     Returns:
         Tokens covered and jumps taken, per answer; the last jump counts only tokens that exist.
     """
-    return [walk(streaks) for streaks in teacher_forced_streaks(target, draft_model, answers, batch_tokens)]
+    return [walk(streaks) for streaks in teacher_forced_streaks(target, draft_model, answers, batch_tokens, capture)]
 
 
 @torch.no_grad()
@@ -208,13 +213,15 @@ def teacher_forced_streaks(
     draft_model: DFlashDraftModel,
     answers: Sequence[tuple[Sequence[int], Sequence[int]]],
     batch_tokens: int = BATCH_TOKENS,
+    capture: Capture | None = None,
 ) -> list[list[int]]:
     """How many drafted tokens in a row are right, from each token of each answer but its last; arguments as above."""
     samples = [_as_sample(i, prompt, output) for i, (prompt, output) in enumerate(answers)]
-    loop = TargetForwardLoop(target, draft_model.config.target_layer_ids, "target_ids", batch_tokens)
+    layers = draft_model.config.target_layer_ids
+    capture = capture or TargetForwardLoop(target, layers, "target_ids", batch_tokens).capture
     streaks = []
     for first in range(0, len(samples), _ANSWERS_AT_ONCE):
-        for captured in loop.capture(samples[first : first + _ANSWERS_AT_ONCE]):
+        for captured in capture(samples[first : first + _ANSWERS_AT_ONCE]):
             start, end = (len(ids) for ids in (answers[captured.sample.sample_id][0], captured.sample.input_ids))
             anchors = torch.arange(start, end - 1, device=target.device)
             streaks.append(_streaks_of_answer(target, draft_model, captured, anchors).tolist())

@@ -39,6 +39,8 @@ _LOGITS_COPIES, _TEACHER_COPIES = 2, 4
 _CHECKPOINTS_BESIDE = 2
 """`best`, and the one that is being written."""
 _IDS_BYTES, _BOOL_BYTES = 8, 1
+_SAMPLE_BYTES = 16
+"""Length and checksum of a conversation on disk."""
 _GROUP = 16
 """Anchors that share a product on a CPU."""
 
@@ -165,6 +167,9 @@ def estimate_run(
     tokens = max(config.train.tokens_per_row if len(work.row) > 1 else 0, work.longest, work.row.tokens)
     beside = sizes.hidden * sizes.itemsize if sent_beside_states(config) == "last_hidden" else _IDS_BYTES
     states = len(shape.target_layer_ids) * sizes.hidden * sizes.itemsize
+    layers, kept = len(shape.target_layer_ids), states
+    if config.pipeline.states_dtype in ("bfloat16", "fp8"):
+        kept = layers * (2 * sizes.hidden if config.pipeline.states_dtype == "bfloat16" else sizes.hidden + _FLOAT)
     wire = states + beside + 3 * _IDS_BYTES + _BOOL_BYTES
     muon = sum(a * b * count for (a, b), count in matrices_of(shape).items()) if config.optim.name == "muon" else 0
     captured = work.training.tokens + work.heldout.tokens
@@ -176,7 +181,7 @@ def estimate_run(
         host=(Item("rows that wait", min(queue, work.rows * tokens * wire), "pipeline.queue_bytes"),) if queue else (),
         row_tokens=tokens,
         wire_bytes=wire,
-        capture_bytes=captured * (states + beside) + (len(work.training) + len(work.heldout)) * 9,
+        capture_bytes=captured * (kept + beside) + (len(work.training) + len(work.heldout)) * _SAMPLE_BYTES,
         checkpoint_bytes=_FLOAT * (3 * parameters - muon),
         checkpoints=config.train.keep_last + _CHECKPOINTS_BESIDE,
         states_on_disk=config.pipeline.states_path is not None,

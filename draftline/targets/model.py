@@ -69,6 +69,7 @@ class Target:
         head: last layer's output to logits, checked against the model.
         embedding_multiplier: factor that the model applies outside its embedding module (Granite).
         input_embedding_scale: factor between raw embedding rows and what the decoder layers receive, for exports.
+        known_fingerprint: identity of all weights where not all are in memory.
     """
 
     name: str
@@ -78,6 +79,17 @@ class Target:
     head: TargetHead
     embedding_multiplier: float
     input_embedding_scale: float
+    known_fingerprint: str | None = None
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the weights, see `weights_fingerprint`."""
+        return self.known_fingerprint or weights_fingerprint(self.model)
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether more than embedding, norm and head are in memory; without, it has no forward."""
+        return self.known_fingerprint is None
 
     @property
     def config(self) -> PretrainedConfig:
@@ -148,7 +160,7 @@ def load_target(config: TargetConfig) -> Target:
         TargetError: it cannot be loaded, or its structure is not one that Draftline can hook.
     """
     device = resolve_device(config.device)
-    dtype = _torch_dtype(config.dtype, device)
+    dtype = torch_dtype(config.dtype, device)
     with _quiet():
         model, tokenizer = load_smollm2(dtype) if config.name == "smollm2" else _load_pretrained(config, dtype)
     _set_chat_template(config, tokenizer)
@@ -177,6 +189,15 @@ def load_tokenizer(config: TargetConfig, *, chat_template: bool = True) -> PreTr
     _set_chat_template(config, tokenizer)
     if chat_template:
         _require_chat_template(config.name, tokenizer)
+    return tokenizer
+
+
+def load_tokenizer_if_any(config: TargetConfig) -> PreTrainedTokenizerBase | None:
+    """The tokenizer of a target, none if it has none; raises as `load_tokenizer`."""
+    if config.name == "smollm2":
+        return load_smollm2_tokenizer()
+    tokenizer = _load_tokenizer(config, *_locate(config.name))
+    _set_chat_template(config, tokenizer)
     return tokenizer
 
 
@@ -324,7 +345,8 @@ def _require_chat_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str
     return str(tokenizer.chat_template)
 
 
-def _torch_dtype(name: str, device: torch.device) -> torch.dtype | str:
+def torch_dtype(name: str, device: torch.device) -> torch.dtype | str:
+    """The dtype that a setting means on a device, `auto` where it is that of the checkpoint."""
     if name == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

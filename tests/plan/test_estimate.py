@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from draftline.plan.sizes import TargetSizes
 from draftline.plan.work import Conversations, Workload
 from draftline.run import assemble
 from draftline.targets.loop import TargetForwardLoop
-from draftline.transfer.store import StatesStore, loop_identity
+from draftline.transfer.store import StatesStore, fill_store, loop_identity
 from tests.engine.tiny_target import tiny_target
 from tests.run.small_run import SETTINGS, small_data
 from tests.train.tiny_drafter import tiny_config, tiny_drafter
@@ -63,12 +64,19 @@ def test_bytes_are_those_counted_by_hand() -> None:
 def test_states_on_disk_are_as_large_as_the_store(tmp_path: Path) -> None:
     config, data = load_run_config(None, SETTINGS), small_data()
     run = assemble(config, tiny_target(), data)
-    estimate = estimate_run(config, run.shape, sizes(), Workload.of_data(data, config))
-    loop = TargetForwardLoop(run.target, run.shape.target_layer_ids)
-    lengths = np.concatenate([data.training.lengths[data.training_ids], data.heldout.lengths[data.heldout_ids]])
-    StatesStore(tmp_path / "states", loop_identity(loop, "x"), lengths)
-    stored = sum(f.stat().st_size for f in (tmp_path / "states").glob("*.bin"))
-    assert estimate.capture_bytes == pytest.approx(stored, rel=1e-6)
+    samples = [
+        replace(data.training[int(i)], sample_id=n) for n, i in enumerate([*data.training_ids, *data.heldout_ids])
+    ]
+    loop, lengths = TargetForwardLoop(run.target, run.shape.target_layer_ids), np.array([len(one) for one in samples])
+    for kept in ("target", "bfloat16", "fp8"):
+        narrow = config.model_copy(update={"pipeline": config.pipeline.model_copy(update={"states_dtype": kept})})
+        estimate = estimate_run(narrow, run.shape, sizes(), Workload.of_data(data, narrow))
+        identity = loop_identity(loop, "x", None if kept == "target" else kept)
+        store = StatesStore(tmp_path / kept, identity, lengths, 1)
+        fill_store(store, store.missing(), loop, samples)
+        header = 1500
+        stored = sum(f.stat().st_size - header for f in (tmp_path / kept).glob("shard-*"))
+        assert estimate.capture_bytes == pytest.approx(stored, abs=500 * store.num_shards)
 
 
 @pytest.mark.parametrize("low", [False, True])

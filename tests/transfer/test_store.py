@@ -1,10 +1,12 @@
-"""Captured states on disk: what is read is what was captured, however often the filling was interrupted."""
+"""Captured states on disk: what is read is what was captured, whatever was interrupted, damaged or exchanged."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,26 +14,38 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from draftline.errors import CheckpointError
+from draftline.errors import CheckpointError, StorageError
 from draftline.records import CapturedSample, Sample
 from draftline.targets.loop import TargetForwardLoop
 from draftline.transfer.store import SAMPLES_PER_FILL, StatesStore, fill_store, loop_identity
 from tests.engine.tiny_target import TARGET_LAYER_IDS, FailingLoop, tiny_samples, tiny_target
 
 SAMPLES = tiny_samples(2 * SAMPLES_PER_FILL + 3)
+SHARDS = [f"shard-{number:06d}.safetensors" for number in range(3)]
+FILES = ["manifest.json", *SHARDS]
 
 
 def target_loop(send: str = "target_ids") -> TargetForwardLoop:
     return TargetForwardLoop(tiny_target(), TARGET_LAYER_IDS, send, 4096)  # type: ignore[arg-type]
 
 
-def open_store(folder: Path, loop: TargetForwardLoop, samples: Sequence[Sample] = SAMPLES) -> StatesStore:
-    return StatesStore(folder, loop_identity(loop, "data"), np.array([len(sample) for sample in samples]))
+def open_store(
+    folder: Path, loop: TargetForwardLoop, samples: Sequence[Sample] = SAMPLES, kept: str | None = None, size: int = 1
+) -> StatesStore:
+    return StatesStore(folder, loop_identity(loop, "data", kept), np.array([len(s) for s in samples]), size)
+
+
+def fill(store: StatesStore, loop: TargetForwardLoop, samples: Sequence[Sample] = SAMPLES) -> StatesStore:
+    with store.lock():
+        fill_store(store, store.missing(), loop, samples)  # type: ignore[arg-type]
+    store.finish()
+    return store
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != "lock"}
 
 
 def beside(captured: CapturedSample) -> torch.Tensor:
@@ -43,42 +57,72 @@ def beside(captured: CapturedSample) -> torch.Tensor:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("states")
-    fill_store(open_store(folder, target_loop()), target_loop(), SAMPLES)
+    fill(open_store(folder, target_loop()), target_loop())
     return folder
 
 
 @pytest.mark.parametrize("send", ["target_ids", "last_hidden"])
 def test_what_is_read_is_what_the_target_gives(tmp_path: Path, send: str) -> None:
     loop, samples = target_loop(send), SAMPLES[:5]
-    store = open_store(tmp_path, loop, samples)
-    fill_store(store, loop, samples)
+    fill(open_store(tmp_path, loop, samples), loop, samples)
     again = open_store(tmp_path, loop, samples)
-    assert again.missing() == []
+    assert again.complete
+    assert again.error() == 0.0
     for captured, read in zip(loop.capture(samples), again.capture(samples), strict=True):
         assert torch.equal(captured.hidden_states_SLD, read.hidden_states_SLD)
         assert torch.equal(beside(captured), beside(read))
 
 
+def test_a_shard_says_what_it_is_to_any_program(whole: Path) -> None:
+    tensors = load_file(whole / SHARDS[1])
+    assert set(tensors) == {"hidden_states", "target_ids", "lengths", "checksums"}
+    assert tensors["lengths"].tolist() == [len(sample) for sample in SAMPLES[32:64]]
+    assert tensors["hidden_states"].shape == (sum(tensors["lengths"].tolist()), 2 * 16)
+    header = (whole / SHARDS[1]).read_bytes()[:3000].decode(errors="replace")
+    for text in ("output of decoder layer 0, output of decoder layer 2", "input_ids_sha256", "manifest"):
+        assert text in header
+
+
+def test_shards_hold_as_many_groups_as_their_size_allows_and_the_same_states(whole: Path, tmp_path: Path) -> None:
+    large = fill(open_store(tmp_path / "large", target_loop(), size=1 << 20), target_loop())
+    assert (large.num_shards, open_store(whole, target_loop()).num_shards) == (1, 3)
+    assert open_store(tmp_path / "large", target_loop(), size=1).num_shards == 1, "as it was begun"
+    for one, other in zip(large.capture(SAMPLES), open_store(whole, target_loop()).capture(SAMPLES), strict=True):
+        assert torch.equal(one.hidden_states_SLD, other.hidden_states_SLD)
+
+
+@pytest.mark.parametrize(("kept", "error"), [("bfloat16", 2.0**-9), ("fp8", 2.0**-4)])
+def test_narrow_states_are_rounded_and_say_how_far(tmp_path: Path, kept: str, error: float) -> None:
+    """Against rounding each number of a token and layer by hand, to the nearest of all that the format has."""
+    loop, samples = target_loop(), SAMPLES[:3]
+    store = fill(open_store(tmp_path, loop, samples, kept), loop, samples)
+    exact = torch.cat([item.hidden_states_SLD for item in loop.capture(samples)]).double()
+    found = torch.cat([item.hidden_states_SLD for item in store.capture(samples)]).double()
+    assert all(
+        torch.equal(beside(a), beside(b)) for a, b in zip(loop.capture(samples), store.capture(samples), strict=True)
+    )
+    measured = float((found - exact).norm() / exact.norm())
+    assert 0 < store.error() < error
+    assert store.error() == pytest.approx(measured, rel=1e-3)
+    if kept == "fp8":
+        numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+        numbers = numbers[numbers.isfinite()].unique()
+        for token in range(0, len(exact), 7):
+            for layer in (slice(0, 16), slice(16, 32)):
+                unit = exact[token, layer].abs().max() / 448
+                nearest = (exact[token, layer, None] / unit - numbers).abs().min(1).values * unit
+                assert torch.allclose((found - exact)[token, layer].abs(), nearest, atol=1e-5 * float(448 * unit))
+
+
 def test_an_interrupted_fill_goes_on_and_equals_an_uninterrupted_one(whole: Path, tmp_path: Path) -> None:
     failing = FailingLoop(target_loop(), 1, RuntimeError("gone"))
     with pytest.raises(RuntimeError, match="gone"):
-        fill_store(open_store(tmp_path, target_loop()), failing, SAMPLES)  # type: ignore[arg-type]
+        fill(open_store(tmp_path, target_loop()), failing)  # type: ignore[arg-type]
+    (tmp_path / ".unfinished-shard-000001.safetensors").write_bytes(b"half")
     store = open_store(tmp_path, target_loop())
-    assert store.missing() == list(range(SAMPLES_PER_FILL, len(SAMPLES)))
-    fill_store(store, target_loop(), SAMPLES)
+    assert store.missing() == [1, 2]
+    fill(store, target_loop())
     assert contents(tmp_path) == contents(whole)
-
-
-def test_a_sample_counts_only_after_its_states_are_on_the_disk(tmp_path: Path) -> None:
-    loop = target_loop()
-    store = open_store(tmp_path, loop)
-    store.write(loop.capture(SAMPLES[:1])[0])
-    assert open_store(tmp_path, loop).missing() == list(range(len(SAMPLES)))
-    store.sync()
-    assert open_store(tmp_path, loop).missing() == list(range(1, len(SAMPLES)))
-
-
-FILES = ("manifest.json", "hidden_states.bin", "target_ids.bin", "checksums.bin", "done.bin")
 
 
 def copy_of(source: Path, folder: Path) -> Path:
@@ -86,10 +130,9 @@ def copy_of(source: Path, folder: Path) -> Path:
 
 
 def read_everything(folder: Path) -> None:
-    """What a run does: fill what is missing, then read every sample twice."""
-    loop = target_loop()
-    store = open_store(folder, loop)
-    fill_store(store, loop, SAMPLES)
+    """What a run does: see that nothing is missing, then read every sample twice."""
+    store = open_store(folder, target_loop())
+    store.refuse_gaps()
     for _ in range(2):
         store.capture(SAMPLES)
 
@@ -104,22 +147,34 @@ def refusal(folder: Path) -> str:
     return str(caught.value)
 
 
+def repaired(folder: Path) -> None:
+    """Capture again what is damaged, which gives the bytes of before."""
+    store = open_store(folder, target_loop())
+    for shard in store.damaged(SAMPLES):  # type: ignore[arg-type]
+        store.delete(shard)
+    fill(store, target_loop())
+
+
 def test_a_whole_store_is_read_without_a_word(whole: Path, tmp_path: Path) -> None:
     before = contents(whole)
     read_everything(copy_of(whole, tmp_path / "copy"))
     assert contents(tmp_path / "copy") == before
     assert set(before) == set(FILES)
+    assert open_store(whole, target_loop()).damaged(SAMPLES) == {}  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("share", [0, 0.25, 0.5, 1])
-def test_a_file_that_was_cut_is_named(whole: Path, tmp_path: Path, name: str, share: float) -> None:
+@pytest.mark.parametrize("share", [0, 0.25, 0.9, 1])
+@pytest.mark.parametrize("name", [FILES[0], SHARDS[1]])
+def test_a_file_that_was_cut_is_named_and_a_shard_captured_again(
+    whole: Path, tmp_path: Path, name: str, share: float
+) -> None:
     path = copy_of(whole, tmp_path / "copy") / name
     size = path.stat().st_size
     os.truncate(path, min(int(size * share), size - 2))
-    line = refusal(path.parent)
-    assert str(path) in line
-    assert "delete the folder to capture the states again" in line
+    assert str(path) in refusal(path.parent)
+    if name in SHARDS:
+        repaired(path.parent)
+        assert contents(path.parent) == contents(whole)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -129,62 +184,55 @@ def test_a_file_that_is_missing_is_named(whole: Path, tmp_path: Path, name: str)
     assert f"{path} is missing" in refusal(path.parent)
 
 
-@pytest.mark.parametrize("name", FILES[1:])
-@pytest.mark.parametrize("place", [0.0, 0.5, 0.99])
-def test_one_flipped_bit_is_found(whole: Path, tmp_path: Path, name: str, place: float) -> None:
-    path = copy_of(whole, tmp_path / "copy") / name
+@pytest.mark.parametrize("place", [0.002, 0.02, 0.1, 0.2, 0.3, 0.5, 0.8, 0.999])
+def test_one_flipped_bit_anywhere_in_a_shard_is_found_and_repaired(whole: Path, tmp_path: Path, place: float) -> None:
+    path = copy_of(whole, tmp_path / "copy") / SHARDS[2]
     content = bytearray(path.read_bytes())
     content[int(len(content) * place)] ^= 4
     path.write_bytes(content)
     line = refusal(path.parent)
-    assert str(path) in line or name == "checksums.bin"
-    assert "restore it from a copy, or delete the folder" in line
+    assert str(path) in line
+    assert "capture it again with `draftline capture --repair`" in line
+    repaired(path.parent)
+    assert contents(path.parent) == contents(whole)
 
 
-@pytest.mark.parametrize("name", FILES[1:])
-@pytest.mark.parametrize("pages", [slice(0, 64), slice(64, 128), slice(None)])
-def test_zeroed_pages_are_found(whole: Path, tmp_path: Path, name: str, pages: slice) -> None:
-    path = copy_of(whole, tmp_path / "copy") / name
-    content = bytearray(path.read_bytes())
-    content[pages] = bytes(len(content[pages]))
-    path.write_bytes(content)
-    assert str(path.parent) in refusal(path.parent)
+def test_states_of_another_target_or_other_layers_do_not_pass(whole: Path, tmp_path: Path) -> None:
+    for number, other in enumerate(
+        (
+            TargetForwardLoop(tiny_target(seed=1), TARGET_LAYER_IDS, "target_ids", 4096),
+            TargetForwardLoop(tiny_target(), (1, 2), "target_ids", 4096),
+        )
+    ):
+        fill(open_store(tmp_path / f"other {number}", other), other)
+        for names in (SHARDS[:1], FILES):
+            folder = copy_of(whole, tmp_path / f"copy {number} {len(names)}")
+            for name in names:
+                shutil.copy(tmp_path / f"other {number}" / name, folder / name)
+            assert str(folder) in refusal(folder)
 
 
-@pytest.mark.parametrize(
-    "names", [FILES[1:2], FILES[2:3], FILES[1:3], FILES[1:4], FILES[1:], FILES], ids=lambda names: "+".join(names)
-)
-def test_states_of_another_target_do_not_pass(whole: Path, tmp_path: Path, names: tuple[str, ...]) -> None:
-    other = TargetForwardLoop(tiny_target(seed=1), TARGET_LAYER_IDS, "target_ids", 4096)
-    fill_store(open_store(tmp_path / "other", other), other, SAMPLES)
+def test_states_of_two_samples_or_shards_that_were_exchanged_are_found(whole: Path, tmp_path: Path) -> None:
     folder = copy_of(whole, tmp_path / "copy")
-    for name in names:
-        shutil.copy(tmp_path / "other" / name, folder / name)
-    assert str(folder) in refusal(folder)
-
-
-def test_states_of_two_samples_that_were_exchanged_are_found(tmp_path: Path) -> None:
-    loop, samples = target_loop(), [replace(SAMPLES[0], sample_id=0), replace(SAMPLES[0], sample_id=1)]
-    samples[1] = replace(samples[1], input_ids=samples[1].input_ids.flip(0))
-    fill_store(open_store(tmp_path, loop, samples), loop, samples)
-    for name in FILES[1:4]:
-        content = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content[len(content) // 2 :] + content[: len(content) // 2])
-    with pytest.raises(CheckpointError, match="sample 0 is not what was captured"):
-        open_store(tmp_path, loop, samples).capture(samples)
+    (folder / SHARDS[0]).write_bytes((whole / SHARDS[1]).read_bytes())
+    assert "does not belong to these states" in refusal(folder)
+    changed = [*SAMPLES]
+    changed[3] = replace(changed[3], input_ids=changed[3].input_ids.flip(0))
+    with pytest.raises(CheckpointError, match="sample 3 is not what was captured"):
+        open_store(whole, target_loop()).capture(changed)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         (b"", "cannot be read"),
-        (b'{"format": 2, "tar', "cannot be read"),
+        (b'{"format": 3, "tar', "cannot be read"),
         (b"\xff\xfe\x00", "cannot be read"),
         (b"[" * 100_000, "cannot be read"),
         (b"[1]", "does not say what the states are"),
         (b"{}", "does not say what the states are"),
-        (b'{"format": 1}', "has format 1, known here is 2"),
-        (b'{"format": 2}', "does not say target"),
+        (b'{"format": 2}', "has format 2, known here is 3"),
+        (b'{"format": 3}', "does not say target"),
     ],
 )
 def test_a_manifest_that_cannot_be_used_is_one_line(whole: Path, tmp_path: Path, content: bytes, words: str) -> None:
@@ -196,7 +244,11 @@ def test_a_manifest_that_cannot_be_used_is_one_line(whole: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "key", ["target", "target_layer_ids", "hidden_size", "dtype", "send", "data", "tokens", "complete"]
+    "key",
+    [
+        *("target", "target_layer_ids", "hidden_size", "dtype", "send", "data", "kept"),
+        *("tokens", "samples", "per_shard", "complete"),
+    ],
 )
 def test_a_manifest_without_a_key_is_named(whole: Path, tmp_path: Path, key: str) -> None:
     path = copy_of(whole, tmp_path / "copy") / "manifest.json"
@@ -206,46 +258,41 @@ def test_a_manifest_without_a_key_is_named(whole: Path, tmp_path: Path, key: str
     assert f"{path} does not say {key}" in refusal(path.parent)
 
 
-def test_a_fill_that_ended_before_anything_was_kept_begins_anew(whole: Path, tmp_path: Path) -> None:
-    """What a process leaves that dies while it makes the files, one after the other."""
-    manifest = json.loads((whole / "manifest.json").read_text())
-    for kept in range(1, len(FILES) + 1):
-        folder = tmp_path / str(kept)
-        folder.mkdir()
-        (folder / FILES[0]).write_text(json.dumps({**manifest, "complete": False}, indent=2) + "\n")
-        for name in FILES[1:kept]:
-            half = kept < len(FILES) and name == FILES[kept - 1] and name.endswith(("states.bin", "ids.bin"))
-            (folder / name).write_bytes(bytes((whole / name).stat().st_size // (2 if half else 1)))
-        (folder / ".unfinished-done.bin").write_bytes(b"")
-        fill_store(open_store(folder, target_loop()), target_loop(), SAMPLES)
-        (folder / ".unfinished-done.bin").unlink(missing_ok=True)
-        assert contents(folder) == contents(whole)
-
-
-@pytest.mark.parametrize("name", FILES[1:])
-def test_a_cut_file_of_an_interrupted_fill_is_named_too(whole: Path, tmp_path: Path, name: str) -> None:
-    failing = FailingLoop(target_loop(), 1, RuntimeError("gone"))
-    with pytest.raises(RuntimeError, match="gone"):
-        fill_store(open_store(tmp_path, target_loop()), failing, SAMPLES)  # type: ignore[arg-type]
-    os.truncate(tmp_path / name, (whole / name).stat().st_size - 1)
-    assert f"{tmp_path / name} has " in refusal(tmp_path)
-
-
 def test_states_are_kept_in_the_dtype_that_they_have(tmp_path: Path) -> None:
-    captured = target_loop().capture(SAMPLES[:1])[0]
+    captured, store = target_loop().capture(SAMPLES[:1]), open_store(tmp_path, target_loop(), SAMPLES[:1])
     with pytest.raises(AssertionError, match="bfloat16"):
-        open_store(tmp_path, target_loop()).write(
-            replace(captured, hidden_states_SLD=captured.hidden_states_SLD.bfloat16())
-        )
+        store.write(0, [replace(captured[0], hidden_states_SLD=captured[0].hidden_states_SLD.bfloat16())])
 
 
 def test_states_of_something_else_are_refused_by_name(whole: Path) -> None:
     with pytest.raises(CheckpointError, match="with send target_ids, this run wants last_hidden"):
         open_store(whole, target_loop("last_hidden"))
-    with pytest.raises(CheckpointError, match="with tokens "):
+    with pytest.raises(CheckpointError, match="with samples "):
         open_store(whole, target_loop(), SAMPLES[:-1])
+    with pytest.raises(CheckpointError, match="with kept float32, this run wants fp8"):
+        open_store(whole, target_loop(), kept="fp8")
 
 
 def test_what_was_never_written_is_not_read(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no states of sample 2"):
+    with pytest.raises(CheckpointError, match=r"shard-000000\.safetensors is missing"):
         open_store(tmp_path, target_loop()).capture([SAMPLES[2]])
+
+
+def test_one_process_at_a_time_fills_a_store(whole: Path) -> None:
+    """The lock goes with the process that holds it, however it ends."""
+    lock = "import fcntl,sys,time; f = open(sys.argv[1], 'a+'); fcntl.flock(f, fcntl.LOCK_EX); f.write('process 1'); "
+    words = [
+        sys.executable,
+        "-c",
+        lock + "f.flush(); print('locked', flush=True); time.sleep(600)",
+        str(whole / "lock"),
+    ]
+    store = open_store(whole, target_loop())
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "locked\n"
+        with pytest.raises(StorageError, match=r"is being filled by .*process 1: wait for it"), store.lock():
+            pass
+        other.kill()
+    with store.lock():
+        pass

@@ -89,8 +89,8 @@ def refused(world: World, folder: Path, watcher: run_module.Watcher) -> list[str
         weight.sub_(1.0)
     said.append(str(store_module.loop_identity(run.capture_loop(), "data") == identity))
     lengths, place = np.array([4]), folder.parent / "some states"
-    store_module.StatesStore(place, identity, lengths)
-    said.append(_said(lambda: store_module.StatesStore(place, replace(identity, target="other"), lengths)))
+    store_module.StatesStore(place, identity, lengths, 1)
+    said.append(_said(lambda: store_module.StatesStore(place, replace(identity, target="other"), lengths, 1)))
     newest = RunFolder(folder).checkpoint("newest")
     assert newest is not None, "it has trained"
     for path in (newest / "optimizer.safetensors",):
@@ -125,13 +125,12 @@ def _damaged_states(run: Run, folder: Path) -> list[str]:
     loop, sample = run.capture_loop(), replace(run.data.training[int(run.data.training_ids[0])], sample_id=0)
     place, lengths = folder.parent / "damaged states", np.array([len(sample)])
     identity = store_module.loop_identity(loop, "data")
-    store = store_module.StatesStore(place, identity, lengths)
-    store.write(loop.capture([sample])[0])
-    store.sync()
-    path = place / "hidden_states.bin"
+    store = store_module.StatesStore(place, identity, lengths, 1)
+    store.write(0, loop.capture([sample]))
+    path = store.path(0)
     whole = path.read_bytes()
     path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    return [_said(lambda: store_module.StatesStore(place, identity, lengths).capture([sample]))]
+    return [_said(lambda: store_module.StatesStore(place, identity, lengths, 1).capture([sample]))]
 
 
 def prepared(world: World, folder: Path) -> list[Any]:

@@ -220,21 +220,21 @@ def _(world: World) -> None:
 def _(world: World) -> None:
     clean = store_module.StatesStore.__init__
 
-    def init(store: Any, folder: Path, identity: Any, lengths: Any) -> None:
+    def init(store: Any, folder: Path, identity: Any, lengths: Any, size: int) -> None:
         for name in [field.name for field in fields(identity)]:
             path = folder / "manifest.json"
             if path.exists():
                 tree = json.loads(path.read_text())
                 tree[name] = list(v) if isinstance(v := getattr(identity, name), tuple) else v
                 path.write_text(json.dumps(tree))
-        clean(store, folder, identity, lengths)
+        clean(store, folder, identity, lengths, size)
 
     world.patch.setattr(store_module.StatesStore, "__init__", init)
 
 
 @fault("damaged states are read", "B26", "RUN017")
 def _(world: World) -> None:
-    world.patch.setattr(store_module.StatesStore, "_check", lambda *_: None)
+    world.patch.setattr(store_module.StatesStore, "_checksum", lambda *_: 0)
 
 
 @fault("a target is known by its shapes alone", "B26", "RUN017")

@@ -25,6 +25,7 @@ from draftline.train import step as step_module
 from draftline.train.step import Drafter
 from draftline.transfer import pack as pack_module
 from draftline.transfer import stage as stage_module
+from draftline.transfer import store as store_module
 from draftline.transfer.queue import HiddenStatesQueue
 from draftline.transfer.shared import RowPlace, RowReader
 from draftline.transfer.store import StatesStore
@@ -34,6 +35,7 @@ from tests.zoo.pipeline import Recipe, World, random_model
 THREADS = Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 2}})
 PROCESSES = Recipe(settings={"pipeline": {"mode": "processes"}})
 STORED = Recipe(settings={"pipeline": {"states_path": "states"}})
+EIGHT_BITS = Recipe(settings={"pipeline": {"states_path": "states", "states_dtype": "fp8"}})
 LONG = Recipe(data="long")
 EXTENDED = Recipe(settings={"train": {"extensions": (1,), "rows_per_step": 2, "tokens_per_row": 100}})
 CUT = Recipe(settings={"train": {"extensions": (1,), "max_steps": 3, "tokens_per_row": 100}})
@@ -288,8 +290,8 @@ def _(world: World) -> None:
 def _(world: World) -> None:
     clean = StatesStore.write
 
-    def write(store: StatesStore, item: CapturedSample) -> None:
-        clean(store, replace(item, hidden_states_SLD=_eight_bits(item.hidden_states_SLD)))
+    def write(store: StatesStore, shard: int, items: Sequence[CapturedSample]) -> None:
+        clean(store, shard, [replace(item, hidden_states_SLD=_eight_bits(item.hidden_states_SLD)) for item in items])
 
     world.patch.setattr(StatesStore, "write", write)
 
@@ -307,14 +309,35 @@ def _(world: World) -> None:
 
 @fault("the store was filled by another target", "B26", "RUN003", STORED)
 def _(world: World) -> None:
-    clean = run_module.fill_store
+    clean = store_module.capture_shard
     model = random_model(world.target.model.config, seed=5).to(world.target.dtype)
     other = build_target("zoo", model, world.target.tokenizer)
 
-    def fill(store: StatesStore, loop: Any, *rest: Any) -> None:
-        clean(store, type(loop)(other, loop.target_layer_ids, loop.send), *rest)
+    def capture(store: StatesStore, shard: int, loop: Any, samples: Any) -> None:
+        clean(store, shard, type(loop)(other, loop.target_layer_ids, loop.send), samples)
 
-    world.patch.setattr(run_module, "fill_store", fill)
+    world.patch.setattr(store_module, "capture_shard", capture)
+
+
+@fault("a shard has the states of the layers after those it says", "F01", "RUN003", STORED)
+def _(world: World) -> None:
+    clean = store_module.capture_shard
+
+    def capture(store: StatesStore, shard: int, loop: Any, samples: Any) -> None:
+        later = [layer + 1 for layer in loop.target_layer_ids]
+        clean(store, shard, type(loop)(loop.target, later, loop.send) if shard == 0 else loop, samples)
+
+    world.patch.setattr(store_module, "capture_shard", capture)
+
+
+@fault("the scale of states in eight bits is forgotten", "B74", "RUN016", EIGHT_BITS)
+def _(world: World) -> None:
+    clean = store_module.widened
+
+    def widened(tensors: Any, identity: Any) -> Tensor:
+        return clean({**tensors, "scale": torch.ones_like(tensors["scale"])}, identity)
+
+    world.patch.setattr(store_module, "widened", widened)
 
 
 @fault("states are halved on their way into the drafter", "B38", "RUN003")

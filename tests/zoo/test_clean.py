@@ -103,6 +103,9 @@ CLEAN: dict[str, Recipe] = {
     "long conversations": Recipe(data="long"),
     "a target from a checkpoint": Recipe(loaded=True),
     "states kept on disk": Recipe(settings={"pipeline": {"states_path": "states"}}),
+    "states kept on disk in eight bits": Recipe(
+        settings={"pipeline": {"states_path": "states", "states_dtype": "fp8"}}
+    ),
     "two target loops in threads": Recipe(settings={"pipeline": {"mode": "threads", "target_loops": 2}}),
     "a target loop in a process": Recipe(settings={"pipeline": {"mode": "processes"}}),
     "layers of the target to start from": Recipe(settings=_drafter(start_from="target_layers")),
