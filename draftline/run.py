@@ -29,7 +29,7 @@ from draftline.draft.block import FrozenTarget
 from draftline.draft.loss import StepMetrics
 from draftline.draft.model import DFlashDraftModel
 from draftline.draft.vocabulary import ReducedVocabulary, count_supervised, coverage_of, reduce_vocabulary
-from draftline.engine.capture import fill_states
+from draftline.engine.capture import fill_states, open_stores
 from draftline.engine.inline import InlineEngine
 from draftline.engine.process import available_cores, intra_op_threads, stop_on_signals, threads_per_loop
 from draftline.engine.processes import ProcessesEngine
@@ -74,8 +74,6 @@ from draftline.transfer.store import (
     folder_name,
     how_kept,
     is_complete,
-    loop_identity,
-    refuse_other_data,
 )
 
 
@@ -150,17 +148,11 @@ class Run:
         pipeline = self.config.pipeline
         if pipeline.states_path is None:
             return
-        refuse_other_data(pipeline.states_path, [self.data.training.fingerprint, self.data.heldout.fingerprint])
-        loop, stores = self.capture_loop(), dict[StatesStore, Conversations]()
-        for conversations in (self.data.training, self.data.heldout):
-            data = conversations.fingerprint
-            if data not in self.stores:
-                place = pipeline.states_path / folder_name(data)
-                identity = loop_identity(loop, data, how_kept(place, pipeline.states_dtype))
-                self.stores[data] = StatesStore(place, identity, conversations.lengths, pipeline.states_shard_bytes)
-                stores[self.stores[data]] = conversations
+        loop, both = self.capture_loop(), (self.data.training, self.data.heldout)
+        new = open_stores(pipeline, loop, [one for one in both if one.fingerprint not in self.stores])
+        self.stores.update({samples.fingerprint: store for store, samples in new.items()})
         settings = WorkerTerms(self.threads, self.target.device.type, pipeline.patience, folder, say)
-        fill_states(stores, loop, writers=writers, repair=repair, settings=settings)
+        fill_states(new, loop, writers=writers, repair=repair, settings=settings)
         if self.target.has_layers and Borrowed.read(pipeline.states_path) is None:
             Borrowed.of(self.target).write(pipeline.states_path)
 
@@ -228,8 +220,8 @@ class Run:
 
         def kept(samples: Sequence[Sample]) -> list[CapturedSample]:
             assert states is not None, "asked only where states are kept"
-            whole = states.capture([self.data.heldout[walked[sample.sample_id]] for sample in samples])
-            return [_beginning(item, sample, self.target) for item, sample in zip(whole, samples, strict=True)]
+            whole = [self.data.heldout[walked[sample.sample_id]] for sample in samples]
+            return states.beginnings(whole, samples, self.target.head.target_ids)
 
         walks = teacher_forced_walk(
             self.target,
@@ -239,15 +231,6 @@ class Run:
             None if states is None else kept,
         )
         return Acceptance.total(walks).length
-
-
-def _beginning(whole: CapturedSample, sample: Sample, target: Target) -> CapturedSample:
-    """States of a sample that is the beginning of another, with the target's ids."""
-    length, ids, last = len(sample), whole.target_ids_S, whole.verifier_last_hidden_SD
-    if ids is None:
-        assert last is not None, "CapturedSample carries one of the two"
-        ids = target.head.target_ids(last[:length].to(target.device))
-    return CapturedSample(sample, whole.hidden_states_SLD[:length], target_ids_S=ids[:length])
 
 
 def assemble(config: RunConfig, target: Target, data: RunData, start: DFlashDraftModel | None = None) -> Run:

@@ -28,7 +28,7 @@ from draftline.audit.life import DrafterInput, RecordedStep
 from draftline.audit.oracle_decoding import acceptance_length, walks
 from draftline.audit.oracle_update import Moment, goes_by_muon, learning_rate, moved, rate_of
 from draftline.audit.reference import ReferenceForward, model_forward, role_ids
-from draftline.config import OptimConfig, RunConfig, StatesDtype, sent_beside_states
+from draftline.config import OptimConfig, sent_beside_states
 from draftline.data.dataset import PreparedDataset
 from draftline.data.split import Conversations
 from draftline.draft.loss import StepMetrics
@@ -108,7 +108,7 @@ class Judge:
         self.a_row: PackedBatch | None = None
         self.model = run.target.model
         self._layers = run.shape.target_layer_ids
-        self._kept = kept_narrow(run.config)
+        self._kept = oracle.kept_narrow(run.config)
         self._reference: ReferenceDrafter | None = None
         self._forwards: dict[tuple[str, int], ReferenceForward] = {}
         self._moments: dict[str, Moment] = {}
@@ -435,7 +435,7 @@ class Judge:
                 forward, text = self._forward("heldout", i), texts[i]
                 best = None if drafter.kept_ids is None else forward.best_of(drafter.kept_ids).cpu()
                 states, next_ids = forward.states(self._layers).cpu(), forward.next_ids.cpu()
-                states = as_kept(states, len(self._layers), self._kept)
+                states = oracle.as_kept(states, len(self._layers), self._kept)
                 item = oracle.Conversation(
                     i, text.input_ids, text.loss_mask, states, next_ids, best, forward.normed.cpu()
                 )
@@ -465,7 +465,7 @@ class Judge:
     def _rounding_of_states(self) -> float:
         """Relative difference of a token's states that batches and kernels explain, from the number formats."""
         if self._kept is not None:
-            return ROUNDING_OF_KEPT[self._kept]
+            return oracle.ROUNDING_OF_KEPT[self._kept]
         return 1e-3 if _EPS[self.model.dtype] < 1e-6 else 16 * _EPS[self.model.dtype]
 
 
@@ -566,29 +566,6 @@ def text_of(conversations: Conversations, sample_id: int) -> Text:
     ids = np.fromfile(conversations.folder / "input_ids.bin", np.int32, end - start, offset=4 * start)
     mask = np.fromfile(conversations.folder / "loss_mask.bin", np.uint8, end - start, offset=start)
     return Text(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(mask.astype(bool)))
-
-
-ROUNDING_OF_KEPT: dict[StatesDtype, float] = {"bfloat16": 2.0**-8, "fp8": 2.0**-4}
-"""Relative difference of a number that was kept in fewer bits: half a unit in the last place, and a little more."""
-
-
-def kept_narrow(config: RunConfig) -> StatesDtype | None:
-    """In which format states are kept on disk, if that is not the target's own."""
-    pipeline = config.pipeline
-    return None if pipeline.states_path is None or pipeline.states_dtype == "target" else pipeline.states_dtype
-
-
-def as_kept(states: Tensor, layers: int, kept: StatesDtype | None) -> Tensor:
-    """[S, L*D] rounded as the written recipe says of states that are kept on disk."""
-    if kept is None:
-        return states
-    if kept == "bfloat16":
-        return states.to(torch.bfloat16).to(states.dtype)
-    parts = []
-    for part in states.double().chunk(layers, dim=-1):
-        unit = part.abs().max(dim=-1, keepdim=True).values.clamp_min(1e-30) / 448
-        parts.append((part / unit).float().to(torch.float8_e4m3fn).double() * unit)
-    return torch.cat(parts, dim=-1).to(states.dtype)
 
 
 def _by_token(found: Tensor, wanted: Tensor) -> float:

@@ -38,7 +38,7 @@ from draftline.audit.reference import (
     naive_slots,
     naive_weights,
 )
-from draftline.config import DFlashConfig, LossConfig, RunConfig, TrainConfig
+from draftline.config import DFlashConfig, LossConfig, RunConfig, StatesDtype, TrainConfig
 
 HELDOUT_SEED = HELDOUT_EPOCH = 0
 """What the anchors of held-out rows are drawn with, whatever the seed of the run (section 3)."""
@@ -560,3 +560,28 @@ def weights_of_target(weights: Mapping[str, Tensor], model: PreTrainedModel) -> 
     width = len(changed["norm.weight"])
     changed["fc.weight"][:, -width:] += torch.eye(width)
     return changed
+
+
+# States that are kept on disk in fewer bits (section 8).
+
+ROUNDING_OF_KEPT: dict[StatesDtype, float] = {"bfloat16": 2.0**-8, "fp8": 2.0**-4}
+"""Relative difference of a number that was kept in fewer bits: half a unit in the last place, and a little more."""
+
+
+def kept_narrow(config: RunConfig) -> StatesDtype | None:
+    """In which format states are kept on disk, if that is not the target's own."""
+    pipeline = config.pipeline
+    return None if pipeline.states_path is None or pipeline.states_dtype == "target" else pipeline.states_dtype
+
+
+def as_kept(states: Tensor, layers: int, kept: StatesDtype | None) -> Tensor:
+    """[S, L*D] rounded as the written recipe says of states that are kept on disk."""
+    if kept is None:
+        return states
+    if kept == "bfloat16":
+        return states.to(torch.bfloat16).to(states.dtype)
+    parts = []
+    for part in states.double().chunk(layers, dim=-1):
+        unit = part.abs().max(dim=-1, keepdim=True).values.clamp_min(1e-30) / 448
+        parts.append((part / unit).float().to(torch.float8_e4m3fn).double() * unit)
+    return torch.cat(parts, dim=-1).to(states.dtype)

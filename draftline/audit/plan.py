@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftline.audit import formats, oracle, oracle_update
-from draftline.audit.comparison import ROUNDING_OF_KEPT, kept_narrow, text_of
+from draftline.audit.comparison import text_of
 from draftline.audit.life import MemoryConversations
 from draftline.audit.probe import Probe
 from draftline.audit.reference import role_ids
@@ -378,7 +378,7 @@ def _changed_in_store(run: Run, probe: Probe) -> Problem | None:
     """States that were kept on disk come back bit for bit, or as near as the format they are kept in allows."""
     loop = run.capture_loop()
     samples = [replace(sample, sample_id=i) for i, sample in enumerate(probe.samples)]
-    captured, kept = loop.capture(samples), kept_narrow(run.config)
+    captured, kept = loop.capture(samples), oracle.kept_narrow(run.config)
     with tempfile.TemporaryDirectory() as scratch:
         lengths = np.array([len(sample) for sample in samples])
         for session in (0, 1):  # written in one session, read in the next
@@ -389,7 +389,7 @@ def _changed_in_store(run: Run, probe: Probe) -> Problem | None:
                     store.write(shard, [captured[i] for i in store.members(shard)])
         for item, read in zip(captured, store.capture(samples), strict=True):
             for name, given, wanted in _tensors(read, item):
-                narrow = 0.0 if kept is None or not name.startswith("hidden") else ROUNDING_OF_KEPT[kept]
+                narrow = 0.0 if kept is None or not name.startswith("hidden") else oracle.ROUNDING_OF_KEPT[kept]
                 if given is None or not _kept_as(given, wanted, narrow):
                     return Problem(
                         f"{name} of a conversation comes back from the disk as other numbers", "keep the bytes"

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from draftline.config import PipelineConfig
+from draftline.data.split import Conversations
 from draftline.engine.processes import SentSample, sent
 from draftline.engine.worker import Stopped, Worker, WorkerTerms, pickled
 from draftline.errors import StorageError
@@ -22,7 +24,16 @@ from draftline.plan.estimate import size
 from draftline.progress import OnProgress, counting
 from draftline.records import Sample, Samples
 from draftline.targets.loop import TargetForwardLoop
-from draftline.transfer.store import StatesStore, StoreIdentity, capture_shard, fill_store
+from draftline.transfer.store import (
+    StatesStore,
+    StoreIdentity,
+    capture_shard,
+    fill_store,
+    folder_name,
+    how_kept,
+    loop_identity,
+    refuse_other_data,
+)
 
 
 class ShardJob:
@@ -49,6 +60,28 @@ class ShardJob:
         }
         capture_shard(self._store, shard, self._loop, members)
         return len(members)
+
+
+def open_stores(
+    pipeline: PipelineConfig, loop: TargetForwardLoop, data: Sequence[Conversations]
+) -> dict[StatesStore, Conversations]:
+    """The stores of some data in `pipeline.states_path`, with their conversations; each data set once.
+
+    Raises:
+        CheckpointError: what is there is of another target, of other layers, or only of other data.
+    """
+    place = pipeline.states_path
+    assert place is not None, "asked where states are kept"
+    by_fingerprint = {one.fingerprint: one for one in data}
+    if by_fingerprint:
+        refuse_other_data(place, list(by_fingerprint))
+    stores: dict[StatesStore, Conversations] = {}
+    for fingerprint, conversations in by_fingerprint.items():
+        folder = place / folder_name(fingerprint)
+        identity = loop_identity(loop, fingerprint, how_kept(folder, pipeline.states_dtype))
+        store = StatesStore(folder, identity, conversations.lengths, pipeline.states_shard_bytes)
+        stores[store] = conversations
+    return stores
 
 
 def fill_states(

@@ -27,7 +27,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -222,6 +222,23 @@ class StatesStore:
     def capture(self, samples: Sequence[Sample]) -> list[CapturedSample]:
         """Stand in for a `TargetForwardLoop`: the same result, read instead of computed."""
         return [self.read(sample) for sample in samples]
+
+    def beginnings(
+        self, whole: Sequence[Sample], samples: Sequence[Sample], target_ids: Callable[[Tensor], Tensor]
+    ) -> list[CapturedSample]:
+        """States of samples that are beginnings of kept ones, with the target's ids.
+
+        Args:
+            whole: the kept ones.
+            target_ids: [n, D] last states to the target's ids, where these are not kept.
+        """
+        found = []
+        for item, sample in zip(self.capture(whole), samples, strict=True):
+            length, ids, last = len(sample), item.target_ids_S, item.verifier_last_hidden_SD
+            ids = target_ids(last[:length]) if ids is None and last is not None else ids
+            assert ids is not None, "CapturedSample carries one of the two"
+            found.append(CapturedSample(sample, item.hidden_states_SLD[:length], target_ids_S=ids[:length]))
+        return found
 
     def damaged(self, samples: Samples, on_progress: OnProgress | None = None) -> dict[int, str]:
         """Shards that are there and not whole, by number, with what is wrong; reads everything."""

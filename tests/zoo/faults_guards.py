@@ -23,6 +23,7 @@ from draftline.data.split import RunData
 from draftline.draft import attention as attention_module
 from draftline.draft import vocabulary as vocabulary_module
 from draftline.draft.loss import StepMetrics
+from draftline.engine import capture as capture_module
 from draftline.evaluate import generate as generate_module
 from draftline.evaluate import replay as replay_module
 from draftline.formats import load as load_module
@@ -212,7 +213,7 @@ def _(world: World) -> None:
 @fault("states of any target are read from the disk", "B26", "RUN017")
 def _(world: World) -> None:
     clean = store_module.loop_identity
-    for module in (store_module, run_module):
+    for module in (store_module, capture_module):
         world.patch.setattr(module, "loop_identity", lambda *given: replace(clean(*given), target=""))
 
 
