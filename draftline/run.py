@@ -41,26 +41,16 @@ from draftline.formats.beginning import drafter_to_continue, set_first_weights
 from draftline.formats.write import refuse_unwritable
 from draftline.plan.sizes import TargetSizes
 from draftline.plan.work import Workload, choose_mode, target_operations
-<<<<<<< HEAD
-from draftline.progress import counting, say
-from draftline.session import begin_session
-=======
 from draftline.progress import say
 from draftline.records import CapturedSample, Sample
->>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
+from draftline.session import begin_session
 from draftline.storage import without_nan
 from draftline.targets.borrowed import Borrowed, load_borrowed
 from draftline.targets.drafter_shape import resolve_drafter_config
 from draftline.targets.loop import TargetForwardLoop
-<<<<<<< HEAD
-from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids, weights_fingerprint
+from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids
 from draftline.train.checkpoint import CheckpointStore, TrainState, shared_checkpoint
 from draftline.train.log import Display, NoDisplay, Record, RunLog, SilentLog, StepLog, metrics_record, open_display
-=======
-from draftline.targets.model import Target, load_target, resolve_device, stop_token_ids
-from draftline.train.checkpoint import CheckpointStore, TrainState, read_checkpoint
-from draftline.train.log import Display, Record, RunLog, metrics_record, open_display
->>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
 from draftline.train.loop import DrafterTrainLoop
 from draftline.train.ranks import ALONE, Ranks
 from draftline.train.run_folder import RunFolder, code_identity
@@ -372,30 +362,23 @@ def open_run(config: RunConfig, folder: Path, *, resume: bool = False, ranks: Ra
         StorageError: `folder` is in use.
         DataError, TargetError, CheckpointError: see their modules.
     """
-<<<<<<< HEAD
     ranks.check_settings(config, code_identity())
     ranks.first(partial(RunFolder(folder).check_usable, config, resume))
-    training, heldout = open_data(config)
-    target = load_target(config.target)
-    for prepared in (training, heldout):
-        if prepared is not None:
-            _check_tokenizer(prepared, target)
-    data = choose_conversations(config, training, heldout)
-    ranks.compare({"a target with weights": weights_fingerprint(target.model), "data": data.fingerprint})
+    target, data = _load(config)
+    ranks.compare({"a target with weights": target.fingerprint, "data": data.fingerprint})
     saved = ranks.first(partial(with_saved_threads, config, folder))
     run = assemble(_with_threads(config, saved.pipeline.threads_per_loop), target, data)
     ranks.compare({"a drafter with first weights": run.drafter.checksum()})
     return run
-=======
-    RunFolder(folder).check_usable(config, resume)
-    return load_run(with_saved_threads(config, folder))
 
 
 def load_run(config: RunConfig) -> Run:
-    """Load what the settings name and assemble it; raises as `open_run`.
+    """Load what the settings name and assemble it, without a folder; raises as `open_run`."""
+    return assemble(config, *_load(config))
 
-    Where the states of all conversations are on disk, only what the drafter borrows of the target is loaded.
-    """
+
+def _load(config: RunConfig) -> tuple[Target, RunData]:
+    """Target and data. Where the states of all conversations are on disk, only what the drafter borrows is loaded."""
     training, heldout = open_data(config)
     prepared = [one for one in (training, heldout) if one is not None]
     states, known = config.pipeline.states_path, None
@@ -405,8 +388,7 @@ def load_run(config: RunConfig) -> Run:
     target = load_target(config.target) if known is None else load_borrowed(config.target, known)
     for one in prepared:
         _check_tokenizer(one, target)
-    return assemble(config, target, choose_conversations(config, training, heldout))
->>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
+    return target, choose_conversations(config, training, heldout)
 
 
 def train(
@@ -432,13 +414,8 @@ def train(
         Interrupted: Ctrl-C or SIGTERM; the state was saved.
         PipelineError: a target loop failed; the state was saved.
     """
-<<<<<<< HEAD
     watcher = watcher or _watcher(ranks)
     ranks.sharded = ranks.count > 1 and run.config.train.sharding == "fsdp"
-=======
-    watcher = watcher or Watcher()
-    RunFolder(folder).check_same_target(run.target.fingerprint)
->>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
     checkpoints = CheckpointStore(folder, run.config.train.keep_last)
     beginning = partial(begin_session, run, folder, watcher, ranks, resume, examination)
     checkpoint = shared_checkpoint(ranks, beginning)
@@ -448,13 +425,8 @@ def train(
     run.drafter.join(ranks)
     with ExitStack() as stack:
         stack.enter_context(intra_op_threads(run.threads))
-<<<<<<< HEAD
-        _fill_stores(run, ranks)  # before signals wait for a step
+        _fill_stores(run, ranks, folder, watcher)  # before signals wait for a step
         engine = run.engine(state.next_row, folder, watcher.say, ranks)
-=======
-        run.fill_stores(folder=folder, say=watcher.say)  # before signals wait for a step
-        engine = run.engine(state.next_row, folder, watcher.say)
->>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
         stop_requested = stack.enter_context(watcher.stopping())
         stack.enter_context(engine)
         log = _open_log(run, folder, state, engine, watcher, ranks) if ranks.leads else SilentLog()
@@ -512,11 +484,11 @@ def _rescue(ranks: Ranks, save: Callable[[TrainState], None]) -> Callable[[Train
     return save if ranks.leads and not ranks.sharded else lambda _state: None
 
 
-def _fill_stores(run: Run, ranks: Ranks) -> None:
+def _fill_stores(run: Run, ranks: Ranks, folder: Path, watcher: Watcher) -> None:
     """Capture where states are kept on disk: one rank after the other, of which the first finds most to do."""
     for rank in range(ranks.count):
         if rank == ranks.rank:
-            run.fill_stores()
+            run.fill_stores(folder=folder, say=watcher.say)
         ranks.gather(None)
 
 
@@ -537,33 +509,7 @@ def _save(run: Run, checkpoints: CheckpointStore, log: StepLog, ranks: Ranks, st
         log.sync()
         checkpoints.save(checkpoint)
 
-<<<<<<< HEAD
     ranks.first(write)
-=======
-
-def _write_identity(run: Run, folder: Path, state: TrainState, examination: Examination | None) -> None:
-    session: dict[str, Any] = {
-        "first_step": state.step,
-        "cores": available_cores(),
-        "threads_per_loop": run.threads,
-    }
-    if examination is not None and examination.allowed:
-        session["allowed"] = list(examination.allowed)
-    data: dict[str, Any] = {
-        "fingerprint": run.data.fingerprint,
-        "conversations": len(run.data.training_ids),
-        "heldout_conversations": len(run.data.heldout_ids),
-        "heldout_anchors_seed": HELDOUT_SEED,
-        "rows": run.sampler.total_rows,
-        "steps": run.sampler.total_steps,
-    }
-    if run.vocabulary is not None:
-        data["draft_vocab_coverage"] = run.vocabulary.coverage
-    place = RunFolder(folder)
-    place.begin_session(run.config, run.shape, run.target.fingerprint, data, session)
-    if examination is not None:
-        place.write_audit(examination.report)
->>>>>>> d222c62 (Keep captured states in shards, fill them by a command of its own, and train from them without the target's layers)
 
 
 def with_saved_threads(config: RunConfig, folder: Path) -> RunConfig:

@@ -14,7 +14,6 @@ from draftline.plan.devices import memory_of
 from draftline.plan.estimate import check_disk, check_memory, estimate_run
 from draftline.plan.sizes import TargetSizes
 from draftline.plan.work import Workload
-from draftline.targets.model import weights_fingerprint
 from draftline.train.checkpoint import Checkpoint, CheckpointStore, read_checkpoint
 from draftline.train.ranks import Ranks
 from draftline.train.run_folder import RunFolder
@@ -34,7 +33,7 @@ def begin_session(
         ConfigError: a setting contradicts it, or the run does not fit into memory.
         StorageError: the checkpoints do not fit on the disk, or the folder cannot be written.
     """
-    RunFolder(folder).check_same_target(weights_fingerprint(run.target.model))
+    RunFolder(folder).check_same_target(run.target.fingerprint)
     checkpoint = _restore(run, folder, watcher) if resume else None
     _estimate(run, folder, watcher, ranks)
     _write_identity(run, folder, checkpoint.state.step if checkpoint else 0, examination, ranks)
@@ -123,6 +122,6 @@ def _write_identity(run: Run, folder: Path, step: int, examination: Examination 
     if run.vocabulary is not None:
         data["draft_vocab_coverage"] = run.vocabulary.coverage
     place = RunFolder(folder)
-    place.begin_session(run.config, run.shape, weights_fingerprint(run.target.model), data, session)
+    place.begin_session(run.config, run.shape, run.target.fingerprint, data, session)
     if examination is not None:
         place.write_audit(examination.report)

@@ -18,7 +18,7 @@ def capture(options: CaptureCommand) -> None:
     words = [*options.flags.words(), *options.settings, f"pipeline.states_path={json.dumps(str(options.out))}"]
     if options.dtype is not None:
         words.append(f"pipeline.states_dtype={options.dtype}")
-    config = train_settings(options.out, words, recipe=options.recipe, config=options.config, resume=False)
+    config = train_settings(words, recipe=options.recipe, config=options.config)
     if config.pipeline.mode == "processes":
         raise ConfigError("pipeline.mode says how a run overlaps and does nothing here: give --loops, the writers")
     check_places(config)
