@@ -144,6 +144,9 @@ class ProcessesEngine(ThreadsEngine):
         """Of the processes of the loops, as they are now; none of a loop that has ended."""
         return [worker.pid for worker in self._workers.values()]
 
+    def _say_late(self) -> None:
+        """Each loop has its own patience, and is replaced."""
+
     def _stop(self) -> None:
         for worker in self._workers.values():
             worker.stop()

@@ -23,7 +23,7 @@ import torch
 from draftline.config import TargetConfig
 from draftline.data.sampler import RowPlan
 from draftline.engine.process import set_intra_op_threads
-from draftline.engine.worker import WorkerTerms
+from draftline.engine.worker import STACKS_FILE, WorkerTerms, write_stacks
 from draftline.records import PackedBatch, Samples
 from draftline.targets.model import Target, build_target, load_target, resolve_device
 from draftline.transfer.pack import CaptureLoop, make_row
@@ -61,7 +61,7 @@ class ThreadsEngine:
         self._queue_bytes = queue_bytes
         self._destination = destination
         self._settings = worker
-        self._queue = HiddenStatesQueue(queue_bytes, first_row)
+        self._queue = HiddenStatesQueue(queue_bytes, first_row, worker.patience, self._say_late)
         self._lock = threading.Lock()
         self._running = len(loops)
         self._tokens = 0
@@ -91,6 +91,14 @@ class ThreadsEngine:
             PipelineError: a target loop failed; its exception is the cause.
         """
         return self._queue.get()
+
+    def _say_late(self) -> None:
+        """No row came for too long: a thread cannot be replaced, but it can be seen where it stands."""
+        said = f"no row for {self._settings.patience:g} seconds, still waiting"
+        if self._settings.report is not None:
+            write_stacks(self._settings.report, "a target loop", b"(it is a thread of this process)\n")
+            said += f"; where all threads stand: {self._settings.report / STACKS_FILE}"
+        self._settings.say(said)
 
     def get_nowait(self) -> PackedBatch | None:
         """The next row if it is already here.

@@ -51,6 +51,9 @@ from draftline.transfer.shared import Mapping, anonymous_memory, rounded
 MOST_RESTARTS = 3
 """Times that a worker is replaced without having given an answer in between."""
 
+STACKS_FILE = "stacks.txt"
+"""In a run folder: where everything stood when a target loop hung."""
+
 _STACK_SECONDS, _STACK_BYTES = 2.0, 1 << 20
 """How long a worker that hangs is waited for to say where, and the most that is kept of it."""
 
@@ -336,8 +339,8 @@ class _Gone:
 
 
 def write_stacks(folder: Path, who: str, seen: bytes = b"") -> None:
-    """Add to `stacks.txt` where all threads of this process are, and what another said of its own."""
-    with (folder / "stacks.txt").open("ab") as file:
+    """Add to `STACKS_FILE` where all threads of this process are, and what another said of its own."""
+    with (folder / STACKS_FILE).open("ab") as file:
         file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {who} hangs\n".encode())
         file.write(seen or b"(it does not say where)\n")
         file.write(b"\nthe process that waits for it\n")

@@ -42,9 +42,13 @@ class HiddenStatesQueue:
     Args:
         max_bytes: most bytes that wait, see the module's docstring for the exception.
         first: sequence number of the first row that will leave.
+        patience: seconds that `get` waits before it calls `late`, again and again; none: for ever.
     """
 
-    def __init__(self, max_bytes: int, first: int = 0) -> None:
+    def __init__(
+        self, max_bytes: int, first: int = 0, patience: float | None = None, late: Callable[[], None] | None = None
+    ) -> None:
+        self._patience, self._late = patience, late
         self._max_bytes = max_bytes
         self._next = first
         self._rows: dict[int, PackedBatch] = {}
@@ -83,7 +87,7 @@ class HiddenStatesQueue:
             PipelineError: a producer has failed, whose exception is the cause; or the queue was closed with a gap.
         """
         with self._changed:
-            self._get_wait += self._wait_until(lambda: self._closed or self._next in self._rows)
+            self._get_wait += self._wait_until(lambda: self._closed or self._next in self._rows, self._patience)
             return self._take()
 
     def get_nowait(self) -> PackedBatch | None:
@@ -128,10 +132,12 @@ class HiddenStatesQueue:
         self._changed.notify_all()
         return batch
 
-    def _wait_until(self, ready: Callable[[], bool]) -> float:
+    def _wait_until(self, ready: Callable[[], bool], patience: float | None = None) -> float:
         """Sleep until `ready` or a failure, which is raised; returns the seconds slept."""
         start = time.perf_counter()
-        self._changed.wait_for(lambda: self._error is not None or ready())
+        while not self._changed.wait_for(lambda: self._error is not None or ready(), patience):
+            if self._late is not None:
+                self._late()
         self._raise_failure()
         return time.perf_counter() - start
 

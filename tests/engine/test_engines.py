@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,3 +137,22 @@ def test_replicas_share_weights_but_no_module(target: Target) -> None:
     pairs = list(zip(target.model.parameters(), replica.model.parameters(), strict=True))
     assert all(left.data_ptr() == right.data_ptr() for left, right in pairs)
     assert not set(map(id, target.model.modules())) & set(map(id, replica.model.modules()))
+
+
+def test_a_loop_that_gives_no_row_for_long_is_shown_where_it_stands(target: Target, tmp_path: Path) -> None:
+    said = list[str]()
+    loop = SlowLoop(capture_loop(share_weights(target)), [0.0] * 5 + [1.5] + [0.0] * 99)
+    terms = WorkerTerms(threads=1, device_type="cpu", patience=0.5, report=tmp_path, say=said.append)
+    with ThreadsEngine(
+        loops=[loop],
+        samples=SAMPLES,
+        plans=plans(),
+        first_row=0,
+        queue_bytes=20_000,
+        destination=torch.device("cpu"),
+        worker=terms,
+    ) as engine:
+        assert len(rows_of(engine)) > 20
+    assert said
+    assert all("no row for 0.5 seconds, still waiting" in line for line in said)
+    assert "in capture" in (tmp_path / "stacks.txt").read_text()
