@@ -109,7 +109,7 @@ def test_data_of_another_tokenizer_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 def audit_finds(monkeypatch: pytest.MonkeyPatch, report: AuditReport) -> None:
     monkeypatch.setattr("draftline.audit.subject.subject_of_run", lambda run: run)
-    monkeypatch.setattr("draftline.audit.run_audit", lambda _subject: report)
+    monkeypatch.setattr("draftline.audit.run_audit", lambda _subject, _select: report)
 
 
 @pytest.fixture
