@@ -284,8 +284,8 @@ class PipelineConfig(Settings):
     target_loops: int = Field(1, ge=1)
     """Target loops where they overlap, each with its own modules and its own capture; weights are shared."""
     patience: float = Field(900.0, gt=0)
-    """Seconds without a row after which a target loop counts as hanging: where everything stands is written into the
-    run folder (`stacks.txt`), and a loop that is a process is replaced."""
+    """Seconds without a row after which a target loop counts as hanging: where everything stands is written into
+    `stacks.txt` of the run, and a loop that is a process is replaced."""
     target_devices: tuple[str, ...] | None = None
     """One device per target loop; none: `target.device` for all."""
     queue_bytes: int = Field(1 << 30, ge=1)
@@ -297,7 +297,7 @@ class PipelineConfig(Settings):
     """Folder for captured states: captured once, then read by every pass, and by later runs that want the same."""
     states_dtype: StatesDtype | None = None
     """How captured layers are kept on disk: `target` (as it gives them), `bfloat16`, or `fp8` with a scale for each
-    token and layer. None: as the states that are there are kept, else `target`. What narrowing costs is said."""
+    token and layer; what that costs is said. None: as the states that are there, else `target`."""
     states_shard_bytes: int = Field(1 << 28, ge=1)
     """Largest file of captured states; one holds at least 32 conversations."""
     target_batch_tokens: int = Field(8192, ge=1)
