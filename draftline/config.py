@@ -29,10 +29,8 @@ ExportDtype = Literal["float32", "bfloat16"]
 """Number formats that drafters are written in."""
 
 PipelineMode = Literal["auto", "inline", "threads", "processes"]
-"""How the two halves of a run share the time."""
-
 StatesDtype = Literal["target", "bfloat16", "fp8"]
-"""How captured states are kept on disk."""
+"""How the two halves of a run share the time, and how captured states are kept on disk."""
 
 TrackerName = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 """Libraries that scalars of a run can be sent to."""
