@@ -319,12 +319,13 @@ def _(world: World) -> None:
     world.patch.setattr(store_module, "capture_shard", capture)
 
 
-@fault("a shard has the states of the layers after those it says", "F01", "RUN003", STORED)
+@fault("a shard has the states of a layer after the one it says", "F01", "RUN003", STORED)
 def _(world: World) -> None:
     clean = store_module.capture_shard
 
     def capture(store: StatesStore, shard: int, loop: Any, samples: Any) -> None:
-        later = [layer + 1 for layer in loop.target_layer_ids]
+        first, *others = loop.target_layer_ids
+        later = [first + 1, *others]
         clean(store, shard, type(loop)(loop.target, later, loop.send) if shard == 0 else loop, samples)
 
     world.patch.setattr(store_module, "capture_shard", capture)
