@@ -242,8 +242,9 @@ no accelerator. What is known without one is exact: the drafter's shape, the cap
 data sheets and a stated 40 % of their peak, and were never compared with a run on one. The families themselves live
 through every command with tiny random models ([targets](../reference/targets.md)).
 
-The sizes of each target are a file in `docs/guide/targets/`, only what the public `config.json` says, looked up on
-1 December 2026. `plan` takes such a file, so that nothing is loaded:
+The sizes of each target are a file in `docs/guide/targets/`: fields of the public `config.json`, put together on
+1 December 2026 from copies of it and transformers' defaults, and in part from memory, not read on the hub, which is not
+reachable here. Compare them before you rely on a figure. `plan` takes such a file, so that nothing is loaded:
 
 ```
 draftline plan --target docs/guide/targets/qwen3-8b.json --mean-length {MEAN_LENGTH} --accelerator h100
