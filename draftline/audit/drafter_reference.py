@@ -327,7 +327,7 @@ def embedding_of(model: PreTrainedModel) -> Callable[[Tensor], Tensor]:
     """Ids to what the first layer receives: the model's embedding module and the factor that follows it, if any.
 
     The factor is measured on the difference of two tokens, so that learned positions drop out; as rounding blurs it,
-    the number of the configuration that is nearest to it is taken, or the root of the width, which has no field (AFMoE).
+    the nearest number of the configuration is taken, or the root of the width, which has no field of its own (AFMoE).
     """
     module: Any = model.get_input_embeddings()
     ids = module.weight.detach().float().norm(dim=1).topk(2).indices
