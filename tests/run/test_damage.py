@@ -179,14 +179,14 @@ def test_a_checkpoint_knows_its_run(whole: Path, tmp_path: Path) -> None:
 def test_damaged_states_stop_a_run_with_their_file(tmp_path: Path, mode: str) -> None:
     words = [f"pipeline.states_path={tmp_path / 'states'}", f"pipeline.mode={mode}"]
     small_run(tmp_path / "filled", "train.max_steps=1", *words)
-    (states,) = (tmp_path / "states").glob("*/hidden_states.bin")
+    (states,) = (tmp_path / "states").glob("*/shard-*.safetensors")
     content = bytearray(states.read_bytes())
     content[len(content) // 2] ^= 1
     states.write_bytes(content)
     with pytest.raises((CheckpointError, PipelineError)) as caught:
         small_run(tmp_path / "read", *words)
     assert f"{states}: sample " in str(caught.value)
-    assert "delete the folder to capture the states again" in str(caught.value)
+    assert "capture it again with `draftline capture --repair`" in str(caught.value)
     assert "\n" not in str(caught.value)
     states.write_bytes(content[:-1])
-    assert f"{states} has " in line_of(lambda: small_run(tmp_path / "again", *words))
+    assert f"{states} cannot be read" in line_of(lambda: small_run(tmp_path / "again", *words))

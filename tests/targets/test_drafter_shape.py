@@ -33,7 +33,7 @@ def test_every_family_gives_a_complete_drafter(family: str) -> None:
     assert config.num_key_value_heads == (4 if family == "gpt2" else 2)
     assert config.head_dim == (8 if family in WHOLE_HEADS else 12)
     assert config.max_position_embeddings == 64
-    assert config.intermediate_size == (96 if family in ("qwen3-moe", "gpt-oss", "gpt2") else 48)
+    assert config.intermediate_size == (96 if family in ("qwen3-moe", "gpt-oss", "gpt2", "afmoe") else 48)
     assert config.rope_parameters["rope_theta"] > 0
     assert not {"partial_rotary_factor", "mrope_section"} & config.rope_parameters.keys()
     assert (config.bos_token_id, config.eos_token_id) == (1, 2)

@@ -192,9 +192,9 @@ def _(world: World) -> None:
 def _(world: World) -> None:
     clean = Run.engine
 
-    def engine(run: Run, first_row: int) -> Any:
+    def engine(run: Run, first_row: int, *rest: Any) -> Any:
         borders = [row.sequence_number for row in _first_rows(run.sampler)]
-        return clean(run, max(border for border in borders if border <= first_row))
+        return clean(run, max(border for border in borders if border <= first_row), *rest)
 
     world.patch.setattr(Run, "engine", engine)
 
