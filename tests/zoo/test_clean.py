@@ -126,10 +126,6 @@ PRECISIONS = {
 
 LOW: dict[str, tuple[str, str]] = {
     "gemma 2": PRECISIONS["bfloat16"],
-    "granite": PRECISIONS["bfloat16"],
-    "llama 3 rotary scaling": PRECISIONS["bfloat16 target"],
-    "blocks of 16": PRECISIONS["bfloat16 products"],
-    "reduced vocabulary": PRECISIONS["bfloat16"],
     "Muon, D-PACE, all distances, a cut": PRECISIONS["bfloat16"],
     "the same, reduced vocabulary": PRECISIONS["bfloat16 target"],
     "qwen3, tied head": PRECISIONS["float16 target"],
@@ -161,7 +157,9 @@ COVERED = {
     *("blocks of 5", "one captured layer", "one drafter layer", "all layers sliding", "dense attention"),
     *("labels from the data", "divided by the weights", "D-PACE weights", "KL to the target", "DSpark's mixture"),
     *("Muon", "a constant rate", "reduced vocabulary, anchor predicts", "qwen3, tied head", "a chat template"),
-    *("layers of the target to start from", "five captured layers"),
+    *("layers of the target to start from", "five captured layers", "blocks of 2", "anchor predicts"),
+    *("Muon, D-PACE, all distances, a cut", "reduced vocabulary", "reduced vocabulary, a chat template"),
+    *("two target loops in threads", "last hidden states are sent", "a plateau and a fall"),
 }
 """Each is part of another one, or near it: these are left to the slow suite."""
 
