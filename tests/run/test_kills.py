@@ -60,11 +60,11 @@ def run_and_kill(out: Path, words: tuple[str, ...], kills: int, draw: random.Ran
     return killed
 
 
-def test_a_loop_that_is_killed_during_a_run_changes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_loop_that_is_killed_during_a_run_changes_nothing(tmp_path: Path) -> None:
+    """Where the killed one had given its last row, nothing has to start again; `tests/engine` holds the line."""
     small_run(tmp_path / "whole")
     assert run_and_kill(tmp_path / "run", MODE, 2, random.Random(0)) >= 1
     assert_same_run(tmp_path / "whole", tmp_path / "run")
-    assert "was killed by SIGKILL: started again" in capsys.readouterr().err
     assert not loops()
 
 
